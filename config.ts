@@ -1,0 +1,275 @@
+/**
+ * Flags and variables to one typed, checked object; the log; and how an entry script starts and
+ * ends. The flag `--poll-max-ms` is the variable SIDING_POLL_MAX_MS; the flag wins.
+ */
+import { parseArgs } from "@std/cli";
+import {
+  configure,
+  getAnsiColorFormatter,
+  getJsonLinesFormatter,
+  getLogger,
+  getTextFormatter,
+  type LogRecord,
+} from "@logtape/logtape";
+import { z } from "zod";
+import { describe, isTransient } from "./db.ts";
+
+/** The version of this code, in logs and in the table processes. */
+export const VERSION = "0.1.0";
+
+/** The command line or a variable is wrong. Ends a script with exit code 2. */
+export class UsageError extends Error {
+  override name = "UsageError";
+}
+
+/** A setting: how it is read, what it is when absent, and what to say of it. */
+export interface Setting<T> {
+  parse: (text: string) => T;
+  /** What a value must be, as an error says it. */
+  rule: string;
+  fallback: T;
+  help: string;
+  /** A flag that takes no value. */
+  boolean?: boolean;
+  /** May be given several times. */
+  many?: boolean;
+  /** Of one command only: read from its flag and not from a variable. */
+  flagOnly?: boolean;
+}
+
+const checked = <T>(schema: z.ZodType<T>) => (text: string): T => schema.parse(text);
+
+/** A whole number. */
+export const int = (fallback: number, min: number, max: number, help: string): Setting<number> => ({
+  parse: checked(z.string().regex(/^-?\d+$/).transform(Number).pipe(z.number().min(min).max(max))),
+  rule: `it must be a whole number from ${min} to ${max}`,
+  fallback,
+  help,
+});
+/** A text; `undefined` when absent. */
+export const text = (help: string): Setting<string | undefined> => ({
+  parse: (value) => value,
+  rule: "",
+  fallback: undefined,
+  help,
+});
+/** A comma-separated list of names; null, which is all, when absent. */
+const nameList = (help: string): Setting<string[] | null> => ({
+  parse: (value) => value.split(",").map((name) => checked(z.string().regex(NAME))(name.trim())),
+  rule: "it must be names of [a-z0-9_.-], at most 63 long, with commas between",
+  fallback: null,
+  help,
+});
+/** A switch; as a flag it takes no value. */
+export const yes = (help: string): Setting<boolean> => ({
+  parse: (value) => checked(z.enum(["true", "false", "1", "0"]))(value) in { true: 1, "1": 1 },
+  rule: "it must be true or false",
+  fallback: false,
+  help,
+  boolean: true,
+});
+/** A setting that is read from a flag of one command and from no variable. */
+export const flag = <T>(setting: Setting<T>): Setting<T> => ({ ...setting, flagOnly: true });
+/** A flag that may be given several times. */
+export const many = (help: string): Setting<string[]> => ({
+  parse: (value) => [value],
+  rule: "",
+  fallback: [],
+  help,
+  many: true,
+  flagOnly: true,
+});
+
+/** The names of queues and kinds. */
+export const NAME = /^[a-z0-9_.-]{1,63}$/;
+
+/** Settings that several scripts share; each script names those it takes. */
+export const settings = {
+  databaseUrl: {
+    ...text("the Postgres of the queue; the variable is DATABASE_URL"),
+    parse: checked(z.string().regex(/^postgres(ql)?:\/\//)),
+    rule: "it must begin with postgres://",
+  },
+  noPrepare: yes("send no prepared statements, for PgBouncer before 1.21"),
+  statementLimitMs: int(20_000, 100, 600_000, "give up on a statement's reply after this"),
+  concurrency: int(1, 1, 1000, "jobs at a time"),
+  queues: nameList("work these queues only"),
+  kinds: nameList("work these kinds only"),
+  pollMaxMs: int(2000, 10, 60_000, "how often an idle worker looks for jobs, give or take a fifth"),
+  heartbeatMs: int(15_000, 100, 60_000, "how often a worker renews its leases"),
+  leaseS: int(120, 1, 3600, "how long a job stays with a worker that is not heard of"),
+  recoverMs: int(30_000, 100, 600_000, "how often a worker looks for what silent ones left"),
+  drainS: int(20, 0, 3600, "how long a stopped worker lets its jobs go on"),
+  maxCrashes: int(2, 1, 100, "the crash of a job's worker that fails the job"),
+  unknownKindS: int(3600, 1, 864_000, "how long a job of a kind no worker knows may wait"),
+  retentionS: int(2_592_000, 60, 315_360_000, "how long finished jobs are kept"),
+  fileGraceS: int(3600, 1, 864_000, "how long a file may be without a job"),
+  maxFileBytes: int(536_870_912, 1, 17_179_869_184, "the largest file"),
+  jobs: {
+    ...text("the module with the kinds of job"),
+    fallback: "./jobs.ts",
+  } as Setting<string>,
+  logLevel: {
+    parse: checked(z.enum(["debug", "info", "warning", "error"])),
+    rule: "it must be debug, info, warning or error",
+    fallback: "info",
+    help: "what to log",
+  } as Setting<"debug" | "info" | "warning" | "error">,
+} satisfies Record<string, Setting<unknown>>;
+
+type Values<S> = { [K in keyof S]: S[K] extends Setting<infer T> ? T : never };
+
+const kebab = (name: string) => name.replace(/[A-Z]/g, (c) => `-${c.toLowerCase()}`);
+const variable = (name: string) =>
+  (name === "databaseUrl" ? "" : "SIDING_") + kebab(name).replaceAll("-", "_").toUpperCase();
+
+/** What a script is called, does and takes. */
+export interface Program {
+  name: string;
+  summary: string;
+  /** How it is called, after its name. */
+  usage?: string;
+  example: string;
+}
+
+/**
+ * Reads a script's flags and variables. `--help` and `--version` are answered here.
+ *
+ * @returns the settings, and the arguments that are no flags
+ * @throws UsageError that names the flag or variable, its value and the rule
+ */
+export function configuration<S extends Record<string, Setting<unknown>>>(
+  program: Program,
+  spec: S,
+  args: readonly string[],
+): Values<S> & { rest: string[] } {
+  const flagOf = new Map(Object.keys(spec).map((name) => [kebab(name), name]));
+  const unknown: string[] = [];
+  const parsed = parseArgs(args, {
+    string: [...flagOf].filter(([, name]) => !spec[name].boolean).map(([flag]) => flag),
+    boolean: ["help", "version", ...[...flagOf].filter(([, n]) => spec[n].boolean).map(([f]) => f)],
+    collect: [...flagOf].filter(([, name]) => spec[name].many).map(([flag]) => flag),
+    // Absent, and not false: the variable counts then.
+    default: Object.fromEntries([...flagOf.keys()].map((flag) => [flag, undefined])),
+    unknown: (arg, key) => key === undefined || (unknown.push(arg), false),
+  });
+  if (parsed.help) {
+    console.log(helpText(program, spec));
+    Deno.exit(0);
+  }
+  if (parsed.version) {
+    console.log(`${program.name} ${VERSION}`);
+    Deno.exit(0);
+  }
+  if (unknown.length > 0) {
+    throw new UsageError(`there is no flag ${unknown[0]}; --help shows those there are`);
+  }
+
+  const values: Record<string, unknown> = { rest: parsed._.map(String) };
+  for (const [flag, name] of flagOf) {
+    const setting = spec[name];
+    const given = parsed[flag];
+    if (setting.many) {
+      values[name] = given ?? setting.fallback;
+      continue;
+    }
+    const fromVariable = setting.flagOnly ? undefined : Deno.env.get(variable(name)) || undefined;
+    const value = given === undefined ? fromVariable : String(given);
+    if (value === undefined) {
+      values[name] = setting.fallback;
+      continue;
+    }
+    try {
+      values[name] = setting.parse(value);
+    } catch {
+      const source = given === undefined ? variable(name) : `--${flag}`;
+      const shown = name === "databaseUrl" ? "" : ` is "${value}"`;
+      throw new UsageError(`${source}${shown}: ${setting.rule}`);
+    }
+  }
+  return values as Values<S> & { rest: string[] };
+}
+
+function helpText(program: Program, spec: Record<string, Setting<unknown>>): string {
+  const lines = Object.entries(spec).map(([name, setting]) => {
+    const flag = `--${kebab(name)}${setting.boolean ? "" : " …"}`;
+    const fallback = setting.fallback;
+    const shown = fallback === undefined || fallback === null || fallback === false ||
+        (Array.isArray(fallback) && fallback.length === 0)
+      ? ""
+      : ` (${fallback})`;
+    return `  ${flag.padEnd(26)} ${setting.help}${shown}`;
+  });
+  return [
+    `${program.summary}`,
+    "",
+    `Usage: deno task ${program.name} ${program.usage ?? "[flags]"}`,
+    "",
+    ...lines,
+    `  ${"--help, --version".padEnd(26)}`,
+    "",
+    "Each flag is a variable too: --poll-max-ms is SIDING_POLL_MAX_MS, --database-url DATABASE_URL.",
+    "",
+    `Example: ${program.example}`,
+  ].join("\n");
+}
+
+/** The database's URL, which most scripts cannot do without. */
+export function requireDatabase(url: string | undefined): string {
+  if (url === undefined) {
+    throw new UsageError("DATABASE_URL is not set: it names the Postgres of the queue");
+  }
+  return url;
+}
+
+/** Sets up the log: JSON lines on Railway, readable text elsewhere; on stderr, which is not for results. */
+export async function setUpLog(level: Values<typeof settings>["logLevel"]): Promise<void> {
+  const railway = Deno.env.get("RAILWAY_ENVIRONMENT_ID") !== undefined;
+  const colour = Deno.stderr.isTerminal() && !Deno.noColor;
+  const format = railway
+    ? getJsonLinesFormatter({ properties: "flatten" })
+    : (colour ? getAnsiColorFormatter : getTextFormatter)({ timestamp: "time" });
+  const encoder = new TextEncoder();
+  await configure({
+    reset: true,
+    sinks: {
+      stderr: (record: LogRecord) => {
+        Deno.stderr.writeSync(encoder.encode(format(record)));
+      },
+    },
+    loggers: [
+      { category: "siding", lowestLevel: level, sinks: ["stderr"] },
+      { category: ["logtape", "meta"], lowestLevel: "warning", sinks: ["stderr"] },
+    ],
+  });
+}
+
+/** The log of one script. */
+export const logger = (name: string) => getLogger(["siding", name]);
+
+/** The exit code of what a script ended with: 2 usage, 3 the database could not be reached, else 1. */
+export function exitCode(error: unknown): number {
+  if (error instanceof UsageError) return 2;
+  return isTransient(error) || (error instanceof Error && isTransient(error.cause)) ? 3 : 1;
+}
+
+/**
+ * Runs a script's `main` to the end of the process. The first SIGTERM or SIGINT aborts `signal`,
+ * upon which `main` comes to an end in its own time; the second ends the process at once (130).
+ *
+ * @param main returns the exit code, 0 if nothing
+ */
+export async function runMain(
+  name: string,
+  main: (args: string[], signal: AbortSignal) => Promise<number | void>,
+): Promise<never> {
+  const stop = new AbortController();
+  const onSignal = () => stop.signal.aborted ? Deno.exit(130) : stop.abort();
+  for (const signal of ["SIGTERM", "SIGINT"] as const) Deno.addSignalListener(signal, onSignal);
+  try {
+    Deno.exit(await main(Deno.args.slice(), stop.signal) ?? 0);
+  } catch (error) {
+    console.error(`${name}: ${describe(error)}`);
+    Deno.exit(exitCode(error));
+  }
+}

@@ -1,0 +1,206 @@
+/**
+ * Connections to Postgres: how they are made, how long a statement may take, and the one
+ * transaction of several statements that Siding has, {@linkcode withQueueLock}.
+ *
+ * Nothing here leaves state in a session, so all of it runs through PgBouncer in transaction mode.
+ */
+import postgres from "postgres";
+
+/** A pool, or a transaction on one connection of it. */
+// deno-lint-ignore ban-types
+export type Sql = postgres.Sql<{}> | postgres.TransactionSql<{}>;
+// deno-lint-ignore ban-types
+export type Pool = postgres.Sql<{}>;
+
+/**
+ * The number of the newest migration that this code was written for. A database that has newer
+ * ones is served all the same, unless one of them says that this code is too old for it.
+ */
+export const CODE_MIGRATION = 1;
+
+/** The schema of Siding's tables (SIDING_SCHEMA). Every name is qualified: a pooler keeps no search_path. */
+export const schema = schemaName(Deno.env.get("SIDING_SCHEMA") ?? "siding");
+
+function schemaName(name: string): string {
+  if (!/^[a-z_][a-z0-9_]{0,62}$/.test(name)) {
+    throw new TypeError(
+      `SIDING_SCHEMA is "${name}": a schema's name is lower-case letters, digits and _, at most 63`,
+    );
+  }
+  return name;
+}
+
+export interface ConnectOptions {
+  /** Connections at the most. Opened when first needed. */
+  max?: number;
+  /** Shown in pg_stat_activity. */
+  name?: string;
+  /** Prepared statements; off for a pooler that cannot carry them (PgBouncer before 1.21). */
+  prepare?: boolean;
+}
+
+/** A pool of connections to the database at `url`. Nothing is sent before the first statement. */
+export function connect(url: string, options: ConnectOptions = {}): Pool {
+  return postgres(url, {
+    max: options.max ?? 4,
+    prepare: options.prepare ?? true,
+    connect_timeout: 10,
+    // Statements carry arrays as JSON or text, so the driver need not ask for the array types.
+    fetch_types: false,
+    onnotice: () => {},
+    connection: { application_name: options.name ?? "siding" },
+  });
+}
+
+/** A statement's reply did not come in time. Whether it took effect is not known. */
+export class StatementTimeout extends Error {
+  override name = "StatementTimeout";
+}
+
+/**
+ * A pool whose statements end in time. The driver lets a statement pend for ever when its peer is
+ * frozen or gone without a word (porsager/postgres #1089), so the limit is kept here: after it the
+ * pool is thrown away, whatever else was under way on it fails too, and the next call connects anew.
+ */
+export class Database {
+  #pool: Pool;
+  readonly #open: () => Pool;
+
+  constructor(url: string, options: ConnectOptions = {}, readonly limitMs = 20_000) {
+    this.#open = () => connect(url, options);
+    this.#pool = this.#open();
+  }
+
+  /** Runs `f`, which sends a statement or a few, with the pool of the moment. */
+  async run<T>(f: (sql: Pool) => Promise<T>, limitMs = this.limitMs): Promise<T> {
+    const pool = this.#pool;
+    let timer: ReturnType<typeof setTimeout> | undefined;
+    const late = new Promise<never>((_, reject) => {
+      timer = setTimeout(() => {
+        if (this.#pool === pool) this.#pool = this.#open();
+        pool.end({ timeout: 0 }).catch(() => {});
+        reject(new StatementTimeout(`no reply from the database within ${limitMs} ms`));
+      }, limitMs);
+    });
+    try {
+      return await Promise.race([f(pool), late]);
+    } finally {
+      clearTimeout(timer);
+    }
+  }
+
+  /** Closes the connections; what is still under way has `graceS` seconds. */
+  async close(graceS = 1): Promise<void> {
+    await this.#pool.end({ timeout: graceS });
+  }
+}
+
+/** The SQLSTATE of an error that Postgres sent, or the driver's code, else "". */
+export function codeOf(error: unknown): string {
+  return error instanceof Error && "code" in error ? String(error.code) : "";
+}
+
+/**
+ * Whether the same statement may succeed later: the connection or the server is at fault, or
+ * another transaction was in the way, and not the statement.
+ */
+export function isTransient(error: unknown): boolean {
+  const code = codeOf(error);
+  return error instanceof StatementTimeout ||
+    /^(CONNECT|E[A-Z]{3,}|08|53|57|40|55P03|25006|58)/.test(code);
+}
+
+/** One line about an error, without a connection string or parameters. */
+export function describe(error: unknown): string {
+  if (!(error instanceof Error)) return String(error);
+  const code = codeOf(error);
+  // An AggregateError (both addresses of a host refused) has an empty message of its own.
+  const message = error.message || (error instanceof AggregateError && error.errors[0]?.message) ||
+    error.name;
+  return (code && !message.includes(code) ? `${message} (${code})` : message)
+    .replace(/postgres(ql)?:\/\/\S+/g, "postgres://…");
+}
+
+/** The database needs newer code, or has no tables of Siding's. */
+export class SchemaMismatch extends Error {
+  override name = "SchemaMismatch";
+}
+
+/**
+ * Refuses a database that this code cannot run on: one whose migrations say that they need newer
+ * code, or one with none.
+ *
+ * @returns how many migrations it is behind (0: none); the code runs, as far as it needs no more.
+ */
+export async function checkSchema(sql: Sql): Promise<number> {
+  const [there] = await sql`select to_regclass(${`"${schema}".migrations`}) is not null as yes`;
+  if (!there.yes) {
+    throw new SchemaMismatch(
+      `there are no tables in schema "${schema}" of this database: run \`deno task migrate\` first`,
+    );
+  }
+  const [{ floor, newest }] = await sql`
+    select coalesce(max(floor), 0) as floor, coalesce(max(number), 0) as newest
+    from ${sql(schema)}.migrations`;
+  if (floor > CODE_MIGRATION) {
+    throw new SchemaMismatch(
+      `this database needs code that knows migration ${floor}; this code knows migrations up to ` +
+        `${CODE_MIGRATION}: deploy newer code`,
+    );
+  }
+  return Math.max(0, CODE_MIGRATION - newest);
+}
+
+/** The transaction of a {@linkcode withQueueLock} is gone; nothing more is sent on its handle. */
+export class LockLost extends Error {
+  override name = "LockLost";
+}
+
+/**
+ * Runs `f` in a transaction that holds the queue's lock, in turn with the claims of a queue that
+ * claims by `lock`. Everything `f` sends goes through the handle it is given.
+ *
+ * A transaction of several statements has two dangers, which this bounds. A client that freezes
+ * holds the lock for all: the server ends the session after `limitS` seconds of either waiting or
+ * working. A connection that dies takes the transaction along, but the driver would run the next
+ * statement outside it, on another connection (porsager/postgres #1216): the handle refuses it.
+ *
+ * @param limitS seconds that one statement, or one pause between two, may take at the most
+ */
+export async function withQueueLock<T>(
+  sql: Pool,
+  queue: string,
+  f: (sql: Sql) => Promise<T>,
+  limitS = 10,
+): Promise<T> {
+  let lost = false;
+  const guard = (tx: postgres.TransactionSql) =>
+    new Proxy(tx, {
+      apply(target, self, args) {
+        if (lost) throw new LockLost(`the transaction that held queue "${queue}" is gone`);
+        const query = Reflect.apply(target, self, args);
+        // At the moment of the failure, and not when a promise of it resolves: by then the caller
+        // may have sent its next statement.
+        const reject = query?.reject;
+        if (typeof reject === "function") {
+          query.reject = (error: unknown) => {
+            if (isTransient(error)) lost = true;
+            return reject.call(query, error);
+          };
+        }
+        return query;
+      },
+    });
+  try {
+    return await sql.begin(async (tx) => {
+      await tx.unsafe(
+        `set local statement_timeout = '${limitS}s';` +
+          `set local idle_in_transaction_session_timeout = '${limitS}s'`,
+      );
+      await tx`select ${tx(schema)}.lock_queue(${queue})`;
+      return await f(guard(tx));
+    }) as T;
+  } finally {
+    lost = true;
+  }
+}

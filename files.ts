@@ -1,0 +1,159 @@
+/**
+ * The files of jobs, in the database, since on Railway a site and its workers share no disk.
+ *
+ * A file goes in and out chunk by chunk (1 MiB), so that neither side holds it whole. Until some
+ * job takes it as an input, or the attempt that wrote it finishes its job, it is loose, and the
+ * sweep removes it after an hour: a writer may die anywhere here and leave nothing for good.
+ */
+import { type Database, type Pool, schema } from "./db.ts";
+import { type Claimed, cut } from "./queue.ts";
+
+/** Bytes of a chunk. */
+export const CHUNK_BYTES = 1_048_576;
+
+/** A file of a job, without its bytes. */
+export interface FileInfo {
+  id: string;
+  name: string;
+  media_type: string;
+  bytes: number;
+}
+
+/** A file is larger than the limit. Nothing of it is kept. */
+export class FileTooLarge extends Error {
+  override name = "FileTooLarge";
+}
+
+/** Sends statements: a pool, or a {@linkcode Database}, whose statements end in time. */
+type Via = Pick<Database, "run">;
+/** A plain pool where {@linkcode Database} is taken. */
+export const via = (sql: Pool): Via => ({ run: (f) => f(sql) });
+
+const mediaTypes: Record<string, string> = {
+  wav: "audio/wav",
+  mp3: "audio/mpeg",
+  mid: "audio/midi",
+  abc: "text/vnd.abc",
+  json: "application/json",
+  txt: "text/plain",
+  csv: "text/csv",
+  pdf: "application/pdf",
+  png: "image/png",
+  jpg: "image/jpeg",
+  svg: "image/svg+xml",
+};
+
+/** The media type that a name's ending says. */
+export function mediaTypeOf(name: string): string {
+  return mediaTypes[name.split(".").at(-1)!.toLowerCase()] ?? "application/octet-stream";
+}
+
+/**
+ * Writes a file from a stream.
+ *
+ * @param name its name, whose folders are left away
+ * @param maxBytes the largest size allowed
+ * @param maker the attempt whose output it is; none for an upload
+ * @throws FileTooLarge
+ */
+export async function writeFile(
+  db: Via,
+  name: string,
+  content: ReadableStream<Uint8Array>,
+  maxBytes: number,
+  maker?: Claimed,
+): Promise<FileInfo> {
+  const base = baseName(name);
+  const media_type = mediaTypeOf(base);
+  const [{ id }] = await db.run((sql) =>
+    sql<{ id: string }[]>`
+    insert into ${sql(schema)}.files (name, media_type, job_id, attempt)
+    values (${base}, ${media_type}, ${maker?.id ?? null}, ${maker?.attempt ?? null})
+    returning id::text`
+  );
+  let bytes = 0;
+  let number = 0;
+  for await (const chunk of chunksOf(content)) {
+    bytes += chunk.length;
+    if (bytes > maxBytes) {
+      await db.run((sql) => sql`delete from ${sql(schema)}.files where id = ${id}`);
+      throw new FileTooLarge(`${base} is larger than ${maxBytes} bytes (SIDING_MAX_FILE_BYTES)`);
+    }
+    const at = number++;
+    // A repeated chunk is the same chunk: the reply to the first may have been lost.
+    await db.run((sql) =>
+      sql`
+      insert into ${sql(schema)}.file_chunks (file_id, number, data) values (${id}, ${at}, ${chunk})
+      on conflict do nothing`
+    );
+  }
+  await db.run((sql) =>
+    sql`
+    update ${sql(schema)}.files set complete = true, bytes = ${bytes} where id = ${id}`
+  );
+  return { id, name: base, media_type, bytes };
+}
+
+/** Reads a file as a stream, a chunk at a time. */
+export function readFile(db: Via, id: string): ReadableStream<Uint8Array> {
+  let number = 0;
+  return new ReadableStream({
+    async pull(controller) {
+      const at = number++;
+      const [row] = await db.run((sql) =>
+        sql<{ data: Uint8Array }[]>`
+        select data from ${sql(schema)}.file_chunks where file_id = ${id} and number = ${at}`
+      );
+      if (row) controller.enqueue(row.data);
+      else controller.close();
+    },
+  }, { highWaterMark: 1 });
+}
+
+/** A job's input files, in the order given at its enqueue. */
+export async function inputsOf(db: Via, jobId: string): Promise<FileInfo[]> {
+  return await db.run((sql) =>
+    sql<FileInfo[]>`
+    select f.id::text, f.name, f.media_type, f.bytes::float8 as bytes
+    from ${sql(schema)}.job_inputs i join ${sql(schema)}.files f on f.id = i.file_id
+    where i.job_id = ${jobId} order by i.position`
+  );
+}
+
+/** A job's output files: those of the attempt that finished it. */
+export async function outputsOf(db: Via, jobId: string): Promise<FileInfo[]> {
+  return await db.run((sql) =>
+    sql<FileInfo[]>`
+    select f.id::text, f.name, f.media_type, f.bytes::float8 as bytes
+    from ${sql(schema)}.files f join ${sql(schema)}.jobs j on j.id = f.job_id
+    where f.job_id = ${jobId} and f.attempt = j.attempt and f.kept and j.status = 'done'
+    order by f.name, f.id`
+  );
+}
+
+/** The last part of a path, without what could be one or would not show; at most 255 characters. */
+export function baseName(name: string): string {
+  const base = cut(name, 1000).split(/[\\/]/).at(-1)!.replace(/\p{Cc}/gu, "_");
+  return base === "" || base === "." || base === ".." ? "file" : base.slice(-255).toWellFormed();
+}
+
+/** Cuts a stream into pieces of {@linkcode CHUNK_BYTES}, the last one shorter. */
+async function* chunksOf(content: ReadableStream<Uint8Array>): AsyncGenerator<Uint8Array> {
+  let buffer = new Uint8Array(CHUNK_BYTES);
+  let used = 0;
+  for await (const piece of content) {
+    let rest = piece;
+    while (rest.length > 0) {
+      const part = rest.subarray(0, CHUNK_BYTES - used);
+      buffer.set(part, used);
+      used += part.length;
+      rest = rest.subarray(part.length);
+      if (used === CHUNK_BYTES) {
+        yield buffer;
+        buffer = new Uint8Array(CHUNK_BYTES);
+        used = 0;
+      }
+    }
+  }
+  if (used > 0) yield buffer.subarray(0, used);
+}

@@ -1,0 +1,495 @@
+/**
+ * The queue: every statement that moves a job, and the types of a job.
+ *
+ * Each change of a job's state is one statement, or one call of a function in migrations/, so
+ * that a process may die or freeze between any two lines here and nothing is half done. Each write
+ * by a worker names the job's id, worker, attempt and the state `running` (the fence); one that
+ * matches no row means that the job is somebody else's by now. All times are the database's.
+ *
+ * Ids are bigint in the database and strings here: a number would be wrong from 2^53 on.
+ */
+import type postgres from "postgres";
+import { codeOf, type Pool, schema, type Sql } from "./db.ts";
+
+export type Status =
+  | "scheduled"
+  | "queued"
+  | "running"
+  | "review"
+  | "done"
+  | "failed"
+  | "cancelled";
+
+/** A job as a worker gets it from {@linkcode claim}. */
+export interface Job {
+  id: string;
+  queue: string;
+  kind: string;
+  owner: string | null;
+  payload: unknown;
+  priority: number;
+  /** 1 at the first claim; rises at each, and is never reset. */
+  attempt: number;
+  failures: number;
+  crashes: number;
+  releases: number;
+  snoozes: number;
+  /** Paid work: the key of its request, and the request's id once it is known. */
+  request_key: string | null;
+  request_id: string | null;
+  /** Milliseconds between the time it was due and this claim. */
+  wait_ms: number;
+}
+
+/** What to enqueue. Only the kind is needed. */
+export interface NewJob {
+  kind: string;
+  payload?: unknown;
+  queue?: string;
+  owner?: string;
+  /** Larger is sooner; 0 by default. */
+  priority?: number;
+  /** Seconds from now, by the database's clock, or an instant. */
+  delay_s?: number;
+  due_at?: string | Date;
+  /** An unfinished job of this kind with the same key is returned instead of a second one. */
+  unique_key?: string;
+  /** Ids of input files, in the order in which the job gets them. */
+  files?: string[];
+}
+
+export interface Enqueued {
+  id: string;
+  /** False when an unfinished job had the unique key already: `id` is that job's. */
+  created: boolean;
+}
+
+/** The enqueue was refused. `code`: SD404 no such queue, SD410 no such file, SD422 malformed, SD429 over a limit. */
+export class EnqueueError extends Error {
+  override name = "EnqueueError";
+  constructor(message: string, readonly code: string) {
+    super(message);
+  }
+}
+
+/** A job of a claim, as the worker's later writes name it. */
+export interface Claimed {
+  id: string;
+  attempt: number;
+}
+
+const s = (sql: Sql) => sql(schema);
+const json = (value: unknown) => JSON.stringify(value);
+/** A list of names as Postgres writes it; names hold none of its special characters. */
+const names = (list: readonly string[]) => `{${list.join(",")}}`;
+
+/**
+ * Enqueues jobs in one statement, on a pool or in the caller's transaction, with which they then
+ * commit or vanish. All or none.
+ *
+ * @returns one entry a job, in the order given
+ * @throws EnqueueError when a queue or file is missing, a value malformed, or a limit reached
+ */
+export async function enqueue(sql: Sql, jobs: readonly NewJob[]): Promise<Enqueued[]> {
+  try {
+    return await sql<Enqueued[]>`
+      select id::text, created from ${s(sql)}.enqueue(${json(jobs)}::text::jsonb) order by ord`;
+  } catch (error) {
+    // 22: a value that does not fit its type, such as a bad time, or text that Postgres cannot hold.
+    if (!/^(SD|22)/.test(codeOf(error))) throw error;
+    throw new EnqueueError(unstorable(jobs, "jobs") ?? (error as Error).message, codeOf(error));
+  }
+}
+
+/** A queue with something to do, as {@linkcode look} saw it. */
+export interface Ready {
+  queue: string;
+  claim: "skip_locked" | "lock" | "repeatable_read";
+}
+
+/**
+ * Whether anything is due, without a lock and without a mark: the queues a worker may claim from
+ * now, the one with the next job in line first, and whether a scheduled job has fallen due.
+ *
+ * @param queues the queues to look at; null is all
+ */
+export async function look(
+  sql: Sql,
+  queues: readonly string[] | null,
+  kinds: readonly string[],
+): Promise<{ ready: Ready[]; promotable: boolean }> {
+  const rows = await sql<(Ready & { promotable: boolean })[]>`
+    select q.name as queue, q.claim, due.promotable
+    from (select exists (select from ${s(sql)}.jobs
+                         where status = 'scheduled' and due_at <= now()) as promotable) due
+    left join lateral (
+      select q.name, q.claim, head.* from ${s(sql)}.queues q
+      cross join lateral (
+        select j.priority, j.due_at, j.id from ${s(sql)}.jobs j
+        where j.queue = q.name and j.status = 'queued' and j.kind = any(${names(kinds)}::text[])
+        order by j.priority desc, j.due_at, j.id limit 1) head
+      where not q.paused
+        and (${queues === null} or q.name = any(${names(queues ?? [])}::text[]))
+        and (q.max_running is null or q.max_running > (
+          select count(*) from ${s(sql)}.jobs r where r.status = 'running' and r.queue = q.name))
+    ) q on true
+    order by q.priority desc, q.due_at, q.id`;
+  return { ready: rows.filter((row) => row.queue !== null), promotable: rows[0].promotable };
+}
+
+/** Moves scheduled jobs that have fallen due into line, at most `most`. @returns how many */
+export async function promote(sql: Sql, most = 1000): Promise<number> {
+  const [row] = await sql`select ${s(sql)}.promote(${most})::integer as n`;
+  return row.n;
+}
+
+export interface ClaimOptions {
+  /** The worker's boot_id, see {@linkcode register}. */
+  worker: string;
+  kinds: readonly string[];
+  /** Jobs at the most. */
+  most: number;
+  leaseS: number;
+  /** A fresh uuid: should the reply get lost, the jobs it took can be told by it. */
+  token: string;
+}
+
+/**
+ * Claims the next jobs in line of one queue, in the way its row says. A row that was changed since
+ * the look makes a claim come back empty: a limit is never passed by a worker that did not know it.
+ */
+export async function claim(sql: Pool, ready: Ready, options: ClaimOptions): Promise<Job[]> {
+  const { worker, kinds, most, leaseS, token } = options;
+  if (ready.claim === "repeatable_read") {
+    return await claimRepeatableRead(sql, ready.queue, options);
+  }
+  if (ready.claim === "lock") {
+    return await sql<Job[]>`
+      select ${sql.unsafe(claimedColumns)} from ${s(sql)}.claim_lock(${ready.queue},
+        ${names(kinds)}::text[], ${most}, ${worker}, ${token}, ${leaseS}) j
+      order by j.priority desc, j.due_at, j.id`;
+  }
+  // Materialized: joined as a plain subquery it may run again for other rows, and lock and take
+  // more than `most`. Skip locked: workers pass over each other's rows instead of queueing for the
+  // same one. The status is a literal, so that the partial index serves, in its order.
+  return await sql<Job[]>`
+    with next as materialized (
+      select id from ${s(sql)}.jobs
+      where queue = ${ready.queue} and status = 'queued' and kind = any(${names(kinds)}::text[])
+        and exists (select from ${s(sql)}.queues
+                    where name = ${ready.queue} and claim = 'skip_locked' and not paused)
+      order by priority desc, due_at, id
+      limit ${most}
+      for update skip locked
+    ),
+    taken as (
+      update ${s(sql)}.jobs j set status = 'running', worker_id = ${worker}, claim_token = ${token},
+        attempt = j.attempt + 1, claimed_at = now(),
+        lease_until = now() + ${leaseS} * interval '1 second', stage = null, progress = null
+      from next where j.id = next.id
+      returning j.*
+    )
+    select ${sql.unsafe(claimedColumns)} from taken j order by j.priority desc, j.due_at, j.id`;
+}
+
+const claimedColumns = `j.id::text, j.queue, j.kind, j.owner, j.payload, j.priority, j.attempt,
+  j.failures, j.crashes, j.releases, j.snoozes, j.request_key, j.request_id,
+  (extract(epoch from j.claimed_at - j.due_at) * 1000)::float8 as wait_ms`;
+
+/**
+ * The level must be set before the transaction's first snapshot, so not in a function; and in the
+ * same round trip, so in a string of two statements, which the simple protocol runs as one
+ * transaction and which takes no parameters.
+ */
+async function claimRepeatableRead(sql: Pool, queue: string, o: ClaimOptions): Promise<Job[]> {
+  const quoted = (text: string) => `'${text.replaceAll("'", "''")}'`;
+  const args = [quoted(queue), quoted(names(o.kinds)), o.most, quoted(o.worker), quoted(o.token)];
+  for (let round = 1;; round++) {
+    try {
+      const results = await sql.unsafe(
+        `set transaction isolation level repeatable read;
+         select ${claimedColumns} from "${schema}".claim_repeatable_read(${
+          args.join(", ")
+        }, ${o.leaseS}) j
+         order by j.priority desc, j.due_at, j.id`,
+      ).simple();
+      return (results as unknown as [unknown, Job[]])[1];
+    } catch (error) {
+      // Another claim was first. After the last round the caller polls again.
+      if (!/^(40001|40P01|55P03)$/.test(codeOf(error)) || round === 10) throw error;
+      await new Promise((done) => setTimeout(done, Math.random() * 2 ** Math.min(round, 6)));
+    }
+  }
+}
+
+/** How an attempt ended. See siding.settle for what each does to the job. */
+export type Outcome =
+  & Claimed
+  & (
+    | { outcome: "done"; result: unknown; next?: readonly NewJob[] }
+    /** `delay_s`: seconds until it is tried again; absent: it has failed for good. */
+    | { outcome: "failed"; error: string; delay_s?: number; unsent?: boolean }
+    | { outcome: "snoozed"; delay_s: number }
+    | { outcome: "released" | "review"; error: string }
+    | { outcome: "cancelled" }
+  );
+
+/**
+ * Ends attempts of one worker, in one statement whatever their outcomes.
+ *
+ * @returns the ids whose outcome stands, also where it had landed before and only the reply was
+ * lost. The worker has lost the others: somebody else has them.
+ */
+export async function settle(
+  sql: Sql,
+  worker: string,
+  outcomes: readonly Outcome[],
+): Promise<string[]> {
+  const clean = outcomes.map((o) => "error" in o ? { ...o, error: cut(o.error, 8192) } : o);
+  const rows = await sql<{ id: string }[]>`
+    select id::text from ${s(sql)}.settle(${worker}, ${json(clean)}::text::jsonb) as id`;
+  return rows.map((row) => row.id);
+}
+
+/** {@linkcode settle} for one job; false: it is somebody else's. */
+const settleOne = async (sql: Sql, worker: string, outcome: Outcome) =>
+  (await settle(sql, worker, [outcome])).length > 0;
+
+/** Ends one job as done, with what comes next. @returns whether that stands */
+export const finish = (sql: Sql, worker: string, job: Claimed, result: unknown, next?: NewJob[]) =>
+  settleOne(sql, worker, { ...fence(job), outcome: "done", result, next });
+
+/** Ends one attempt as failed; tried again in `delay_s` seconds, or without it never. */
+export const fail = (sql: Sql, worker: string, job: Claimed, error: string, delay_s?: number) =>
+  settleOne(sql, worker, { ...fence(job), outcome: "failed", error, delay_s });
+
+/** Gives one job back to the line, where it keeps its place, because its worker stops. */
+export const release = (sql: Sql, worker: string, job: Claimed, why: string) =>
+  settleOne(sql, worker, { ...fence(job), outcome: "released", error: why });
+
+const fence = ({ id, attempt }: Claimed) => ({ id, attempt });
+
+/** What a heartbeat brings back. */
+export interface Pulse {
+  /** False: the worker's own row is gone, so it was taken for dead. */
+  alive: boolean;
+  /** Whether it is the leader of its role and pool. */
+  leader: boolean;
+  /** `skipped`: the job's row is locked just now, so its lease runs on. */
+  beats: { id: string; state: "renewed" | "skipped" | "lost"; cancel: boolean }[];
+  /** Jobs that run in the worker's name but that it did not name: a claim's reply got lost. */
+  strays: (Claimed & { claim_token: string })[];
+}
+
+/**
+ * Renews the worker's row and the leases of all its jobs, with the stage each has reached.
+ *
+ * @param silentS seconds after which a process that was not seen is no leader
+ */
+export async function heartbeat(
+  sql: Sql,
+  worker: string,
+  jobs: readonly (Claimed & { stage: string | null; progress: number | null })[],
+  leaseS: number,
+  silentS: number,
+): Promise<Pulse> {
+  const [pulse] = await sql<Pulse[]>`
+    select * from ${s(sql)}.heartbeat(${worker}, ${
+    json(jobs)
+  }::text::jsonb, ${leaseS}, ${silentS})`;
+  return pulse;
+}
+
+/** Which of a worker's running jobs somebody asked to cancel. @returns their ids */
+export async function cancellations(sql: Sql, worker: string): Promise<string[]> {
+  const rows = await sql<{ id: string }[]>`
+    select id::text from ${s(sql)}.jobs
+    where worker_id = ${worker} and status = 'running' and cancel_requested_at is not null`;
+  return rows.map((row) => row.id);
+}
+
+/**
+ * Cancels a job: at once when it waits, else by asking its worker. Work that was sent to a paid
+ * service stays as it is, since its outcome is not known.
+ *
+ * @returns the state it is in after, or null when there is no such job
+ */
+export async function cancel(sql: Sql, id: string): Promise<Status | null> {
+  const [row] = await sql<{ status: Status }[]>`
+    with hit as (
+      update ${s(sql)}.jobs set cancel_requested_at = coalesce(cancel_requested_at, now()),
+        status = case when status = 'running' then status else 'cancelled' end,
+        finished_at = case when status = 'running' then null else now() end
+      where id = ${id} and status in ('scheduled', 'queued', 'running') and sent_at is null
+      returning status
+    )
+    select status from hit
+    union all
+    select status from ${s(sql)}.jobs where id = ${id} and not exists (select from hit)`;
+  return row?.status ?? null;
+}
+
+/**
+ * Takes back jobs whose worker fell silent: see siding.recover. Only to be called by a process
+ * that has been in touch with the database for a while without a break, so that an outage of the
+ * database is nobody's crash.
+ */
+export async function recover(sql: Sql, most = 100, maxCrashes = 2) {
+  return await sql<{ id: string; kind: string; status: Status }[]>`
+    select id::text, kind, status from ${s(sql)}.recover(${most}, ${maxCrashes})`;
+}
+
+/** Fails jobs of kinds that no live worker's code knows, once they are due for `graceS`. */
+export async function failUnknownKinds(sql: Sql, graceS: number, silentS: number, most = 100) {
+  return await sql<{ id: string; kind: string }[]>`
+    select id::text, kind from ${s(sql)}.fail_unknown_kinds(${most}, ${graceS}, ${silentS})`;
+}
+
+/** Removes final jobs past their retention, files no job came for, rows of processes long gone. */
+export async function sweep(sql: Sql, retentionS: number, fileGraceS: number, most = 1000) {
+  const [counts] = await sql<{ jobs: number; files: number; processes: number }[]>`
+    select jobs::integer, files::integer, processes::integer
+    from ${s(sql)}.sweep(${most}, ${retentionS}, ${fileGraceS})`;
+  return counts;
+}
+
+/**
+ * Stores, before a paid request is sent, that it will be (I7).
+ *
+ * @returns the request's key, one for the job's life; null: the job is somebody else's by now, or
+ * its lease is about to end
+ */
+export async function intend(sql: Sql, worker: string, job: Claimed): Promise<string | null> {
+  const [row] = await sql<{ key: string }[]>`
+    update ${s(sql)}.jobs set sent_at = now(),
+      request_key = coalesce(request_key, gen_random_uuid())
+    where id = ${job.id} and attempt = ${job.attempt} and worker_id = ${worker}
+      and status = 'running' and lease_until > now() and cancel_requested_at is null
+    returning request_key as key`;
+  return row?.key ?? null;
+}
+
+/**
+ * Stores a paid request's id, by its key and whoever has the job by now: the one write that is not
+ * fenced, from null to an id only. A job that waits in review for it goes back in line, to resume.
+ */
+export async function saveRequest(sql: Sql, key: string, requestId: string): Promise<boolean> {
+  const rows = await sql`
+    update ${s(sql)}.jobs set request_id = ${requestId},
+      status = case when status = 'review' then 'queued' else status end
+    where request_key = ${key} and (request_id is null or request_id = ${requestId})
+      and sent_at is not null
+    returning id`;
+  return rows.length > 0;
+}
+
+/** What a process says of itself; see the table processes. */
+export interface Registration {
+  role: "worker" | "controller" | "web";
+  pool?: string;
+  name: string;
+  version: string;
+  /** Null: every queue. */
+  queues?: readonly string[] | null;
+  kinds?: readonly string[];
+  knownKinds?: readonly string[];
+  concurrency?: number;
+}
+
+/** Adds this boot of a process. @returns its boot_id, by which its jobs and its row are known */
+export async function register(sql: Sql, it: Registration): Promise<string> {
+  const bootId = crypto.randomUUID();
+  await sql`
+    insert into ${s(sql)}.processes
+      (boot_id, role, pool, name, version, queues, kinds, known_kinds, concurrency)
+    values (${bootId}, ${it.role}, ${it.pool ?? "default"}, ${it.name}, ${it.version},
+      ${it.queues ? names(it.queues) : null}::text[], ${names(it.kinds ?? [])}::text[],
+      ${names(it.knownKinds ?? [])}::text[], ${it.concurrency ?? 1})`;
+  return bootId;
+}
+
+/** Removes a process that stops. */
+export async function deregister(sql: Sql, bootId: string): Promise<void> {
+  await sql`delete from ${s(sql)}.processes where boot_id = ${bootId}`;
+}
+
+/** Whether a process is the leader of its role and pool: the lowest id among those seen of late. */
+export async function isLeader(sql: Sql, bootId: string, silentS: number): Promise<boolean> {
+  const [row] = await sql`select ${s(sql)}.is_leader(${bootId}, ${silentS}) as yes`;
+  return row.yes;
+}
+
+/** The unfinished jobs of a kind in a queue. */
+export interface Count {
+  queue: string;
+  kind: string;
+  paused: boolean;
+  max_running: number | null;
+  scheduled: number;
+  queued: number;
+  running: number;
+  review: number;
+  /** How long the first of the queued has been due. */
+  oldest_wait_s: number | null;
+}
+
+/** Counts the unfinished jobs, by queue and kind. Each state is read from its own partial index. */
+export async function counts(sql: Sql): Promise<Count[]> {
+  return await sql<Count[]>`
+    select j.queue, j.kind, coalesce(q.paused, false) as paused, q.max_running,
+      (count(*) filter (where status = 'scheduled'))::integer as scheduled,
+      (count(*) filter (where status = 'queued'))::integer as queued,
+      (count(*) filter (where status = 'running'))::integer as running,
+      (count(*) filter (where status = 'review'))::integer as review,
+      extract(epoch from now() - min(due_at) filter (where status = 'queued'))::float8 as oldest_wait_s
+    from (
+      select queue, kind, status, due_at from ${s(sql)}.jobs where status = 'scheduled'
+      union all select queue, kind, status, due_at from ${s(sql)}.jobs where status = 'queued'
+      union all select queue, kind, status, due_at from ${s(sql)}.jobs where status = 'running'
+      union all select queue, kind, status, due_at from ${s(sql)}.jobs where status = 'review'
+    ) j left join ${s(sql)}.queues q on q.name = j.queue
+    group by j.queue, j.kind, q.paused, q.max_running
+    order by j.queue, j.kind`;
+}
+
+/** A queue's settings; null lifts a limit. A `max_running` needs claims in turns: `lock`, unless told. */
+export interface QueueSettings {
+  paused?: boolean;
+  claim?: "skip_locked" | "lock" | "repeatable_read";
+  max_running?: number | null;
+  max_waiting?: number | null;
+  max_per_owner?: number | null;
+}
+
+/** Creates a queue, or changes those of its settings that are given. */
+export async function setQueue(sql: Sql, name: string, settings: QueueSettings = {}) {
+  await sql`select ${s(sql)}.set_queue(${name}, ${json(settings)}::text::jsonb)`;
+}
+
+/**
+ * What Postgres cannot hold in a JSON value: a NUL character or half a surrogate pair.
+ *
+ * @returns a message that names the place, or null when there is none
+ */
+export function unstorable(value: unknown, place: string): string | null {
+  if (typeof value === "string") {
+    if (value.includes("\0")) return `${place} contains a NUL character (\\u0000)`;
+    return value.isWellFormed() ? null : `${place} contains half of a surrogate pair`;
+  }
+  if (typeof value !== "object" || value === null) return null;
+  for (const [key, item] of Object.entries(value)) {
+    const found = unstorable(key, `a key of ${place}`) ??
+      unstorable(item, Array.isArray(value) ? `${place}[${key}]` : `${place}.${key}`);
+    if (found) return found;
+  }
+  return null;
+}
+
+/** Text as a column takes it: no NUL, no lone surrogate, and at most `most` bytes of UTF-8. */
+export function cut(text: string, most: number): string {
+  const clean = text.replaceAll("\0", "\uFFFD").toWellFormed();
+  const bytes = new TextEncoder().encode(clean);
+  if (bytes.length <= most) return clean;
+  // A character cut in two decodes to one replacement character, which takes as much as it may.
+  return new TextDecoder().decode(bytes.subarray(0, most - 3)).replace(/\uFFFD$/, "") + "…";
+}
