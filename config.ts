@@ -228,7 +228,10 @@ export async function setUpLog(level: Values<typeof settings>["logLevel"]): Prom
   const colour = Deno.stderr.isTerminal() && !Deno.noColor;
   const format = railway
     ? getJsonLinesFormatter({ properties: "flatten" })
-    : (colour ? getAnsiColorFormatter : getTextFormatter)({ timestamp: "time" });
+    : (colour ? getAnsiColorFormatter : getTextFormatter)({
+      timestamp: "time",
+      value: (value) => Array.isArray(value) ? value.join(", ") : String(value),
+    });
   const encoder = new TextEncoder();
   await configure({
     reset: true,
@@ -266,6 +269,9 @@ export async function runMain(
   const stop = new AbortController();
   const onSignal = () => stop.signal.aborted ? Deno.exit(130) : stop.abort();
   for (const signal of ["SIGTERM", "SIGINT"] as const) Deno.addSignalListener(signal, onSignal);
+  // A process that another started for itself ends when that one is gone, however it went.
+  const parent = Deno.env.get("SIDING_END_WITH_PARENT") ? Deno.ppid : undefined;
+  if (parent) setInterval(() => Deno.ppid !== parent && onSignal(), 500);
   try {
     Deno.exit(await main(Deno.args.slice(), stop.signal) ?? 0);
   } catch (error) {

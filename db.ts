@@ -52,6 +52,12 @@ export function connect(url: string, options: ConnectOptions = {}): Pool {
   });
 }
 
+/** What sends statements: a {@linkcode Database}, or a pool by {@linkcode via}. */
+export interface Via {
+  run<T>(f: (sql: Pool) => Promise<T>): Promise<T>;
+}
+export const via = (sql: Pool): Via => ({ run: (f) => f(sql) });
+
 /** A statement's reply did not come in time. Whether it took effect is not known. */
 export class StatementTimeout extends Error {
   override name = "StatementTimeout";
@@ -62,7 +68,7 @@ export class StatementTimeout extends Error {
  * frozen or gone without a word (porsager/postgres #1089), so the limit is kept here: after it the
  * pool is thrown away, whatever else was under way on it fails too, and the next call connects anew.
  */
-export class Database {
+export class Database implements Via {
   #pool: Pool;
   readonly #open: () => Pool;
 
@@ -110,6 +116,40 @@ export function isTransient(error: unknown): boolean {
     /^(CONNECT|E[A-Z]{3,}|08|53|57|40|55P03|25006|58)/.test(code);
 }
 
+/**
+ * Repeats statements that the connection or the server failed, with growing pauses, for at most
+ * `limitMs` or until `signal` is aborted.
+ */
+export function patient(db: Via, signal: AbortSignal, limitMs = 600_000): Via {
+  return {
+    async run(f) {
+      const endMs = performance.now() + limitMs;
+      for (let round = 0;; round++) {
+        signal.throwIfAborted();
+        try {
+          return await db.run(f);
+        } catch (error) {
+          if (!isTransient(error) || performance.now() > endMs) throw error;
+          await pause(Math.min(5000, 100 * 2 ** round), signal);
+          signal.throwIfAborted();
+        }
+      }
+    },
+  };
+}
+
+/** Waits `ms`, or until one of the signals is aborted. */
+export async function pause(ms: number, ...signals: AbortSignal[]): Promise<void> {
+  if (signals.some((signal) => signal.aborted)) return;
+  let done = () => {};
+  await new Promise<void>((resolve) => {
+    const timer = setTimeout(resolve, ms);
+    done = () => (clearTimeout(timer), resolve());
+    for (const signal of signals) signal.addEventListener("abort", done);
+  });
+  for (const signal of signals) signal.removeEventListener("abort", done);
+}
+
 /** One line about an error, without a connection string or parameters. */
 export function describe(error: unknown): string {
   if (!(error instanceof Error)) return String(error);
@@ -119,6 +159,34 @@ export function describe(error: unknown): string {
     error.name;
   return (code && !message.includes(code) ? `${message} (${code})` : message)
     .replace(/postgres(ql)?:\/\/\S+/g, "postgres://…");
+}
+
+/**
+ * What Postgres cannot hold in a JSON value: a NUL character or half a surrogate pair.
+ *
+ * @returns a message that names the place, or null when there is none
+ */
+export function unstorable(value: unknown, place: string): string | null {
+  if (typeof value === "string") {
+    if (value.includes("\0")) return `${place} contains a NUL character (\\u0000)`;
+    return value.isWellFormed() ? null : `${place} contains half of a surrogate pair`;
+  }
+  if (typeof value !== "object" || value === null) return null;
+  for (const [key, item] of Object.entries(value)) {
+    const found = unstorable(key, `a key of ${place}`) ??
+      unstorable(item, Array.isArray(value) ? `${place}[${key}]` : `${place}.${key}`);
+    if (found) return found;
+  }
+  return null;
+}
+
+/** Text as a column takes it: no NUL, no lone surrogate, and at most `most` bytes of UTF-8. */
+export function cut(text: string, most: number): string {
+  const clean = text.replaceAll("\0", "\uFFFD").toWellFormed();
+  const bytes = new TextEncoder().encode(clean);
+  if (bytes.length <= most) return clean;
+  // A character cut in two decodes to one replacement character, which takes as much as it may.
+  return new TextDecoder().decode(bytes.subarray(0, most - 3)).replace(/\uFFFD$/, "") + "…";
 }
 
 /** The database needs newer code, or has no tables of Siding's. */

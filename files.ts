@@ -5,8 +5,8 @@
  * job takes it as an input, or the attempt that wrote it finishes its job, it is loose, and the
  * sweep removes it after an hour: a writer may die anywhere here and leave nothing for good.
  */
-import { type Database, type Pool, schema } from "./db.ts";
-import { type Claimed, cut } from "./queue.ts";
+import { cut, schema, type Via } from "./db.ts";
+import type { Claimed } from "./queue.ts";
 
 /** Bytes of a chunk. */
 export const CHUNK_BYTES = 1_048_576;
@@ -23,11 +23,6 @@ export interface FileInfo {
 export class FileTooLarge extends Error {
   override name = "FileTooLarge";
 }
-
-/** Sends statements: a pool, or a {@linkcode Database}, whose statements end in time. */
-type Via = Pick<Database, "run">;
-/** A plain pool where {@linkcode Database} is taken. */
-export const via = (sql: Pool): Via => ({ run: (f) => f(sql) });
 
 const mediaTypes: Record<string, string> = {
   wav: "audio/wav",
@@ -94,18 +89,26 @@ export async function writeFile(
   return { id, name: base, media_type, bytes };
 }
 
-/** Reads a file as a stream, a chunk at a time. */
-export function readFile(db: Via, id: string): ReadableStream<Uint8Array> {
+/**
+ * Reads a file as a stream, a chunk at a time.
+ *
+ * @throws Error in the stream when the file vanishes meanwhile, rather than end early
+ */
+export function readFile(
+  db: Via,
+  { id, bytes }: Pick<FileInfo, "id" | "bytes">,
+): ReadableStream<Uint8Array> {
   let number = 0;
   return new ReadableStream({
     async pull(controller) {
+      if (number * CHUNK_BYTES >= bytes) return controller.close();
       const at = number++;
       const [row] = await db.run((sql) =>
         sql<{ data: Uint8Array }[]>`
         select data from ${sql(schema)}.file_chunks where file_id = ${id} and number = ${at}`
       );
-      if (row) controller.enqueue(row.data);
-      else controller.close();
+      if (!row) throw new Error(`file ${id} is gone: its chunk ${at} is missing`);
+      controller.enqueue(row.data);
     },
   }, { highWaterMark: 1 });
 }

@@ -8,8 +8,7 @@
  *
  * Ids are bigint in the database and strings here: a number would be wrong from 2^53 on.
  */
-import type postgres from "postgres";
-import { codeOf, type Pool, schema, type Sql } from "./db.ts";
+import { codeOf, cut, type Pool, schema, type Sql, unstorable } from "./db.ts";
 
 export type Status =
   | "scheduled"
@@ -345,6 +344,27 @@ export async function failUnknownKinds(sql: Sql, graceS: number, silentS: number
     select id::text, kind from ${s(sql)}.fail_unknown_kinds(${most}, ${graceS}, ${silentS})`;
 }
 
+/** A job as people ask for it. */
+export interface JobView extends Omit<Job, "wait_ms" | "request_key" | "request_id"> {
+  status: Status;
+  stage: string | null;
+  progress: number | null;
+  result: unknown;
+  error: string | null;
+  created_at: Date;
+  due_at: Date;
+  claimed_at: Date | null;
+  finished_at: Date | null;
+}
+
+/** Reads jobs by id; those that are not there are left out. */
+export async function get(sql: Sql, ids: readonly string[]): Promise<JobView[]> {
+  return await sql<JobView[]>`
+    select id::text, queue, kind, owner, payload, priority, attempt, failures, crashes, releases,
+      snoozes, status, stage, progress, result, error, created_at, due_at, claimed_at, finished_at
+    from ${s(sql)}.jobs j where j.id = any(${names(ids)}::bigint[]) order by j.id`;
+}
+
 /** Removes final jobs past their retention, files no job came for, rows of processes long gone. */
 export async function sweep(sql: Sql, retentionS: number, fileGraceS: number, most = 1000) {
   const [counts] = await sql<{ jobs: number; files: number; processes: number }[]>`
@@ -464,32 +484,4 @@ export interface QueueSettings {
 /** Creates a queue, or changes those of its settings that are given. */
 export async function setQueue(sql: Sql, name: string, settings: QueueSettings = {}) {
   await sql`select ${s(sql)}.set_queue(${name}, ${json(settings)}::text::jsonb)`;
-}
-
-/**
- * What Postgres cannot hold in a JSON value: a NUL character or half a surrogate pair.
- *
- * @returns a message that names the place, or null when there is none
- */
-export function unstorable(value: unknown, place: string): string | null {
-  if (typeof value === "string") {
-    if (value.includes("\0")) return `${place} contains a NUL character (\\u0000)`;
-    return value.isWellFormed() ? null : `${place} contains half of a surrogate pair`;
-  }
-  if (typeof value !== "object" || value === null) return null;
-  for (const [key, item] of Object.entries(value)) {
-    const found = unstorable(key, `a key of ${place}`) ??
-      unstorable(item, Array.isArray(value) ? `${place}[${key}]` : `${place}.${key}`);
-    if (found) return found;
-  }
-  return null;
-}
-
-/** Text as a column takes it: no NUL, no lone surrogate, and at most `most` bytes of UTF-8. */
-export function cut(text: string, most: number): string {
-  const clean = text.replaceAll("\0", "\uFFFD").toWellFormed();
-  const bytes = new TextEncoder().encode(clean);
-  if (bytes.length <= most) return clean;
-  // A character cut in two decodes to one replacement character, which takes as much as it may.
-  return new TextDecoder().decode(bytes.subarray(0, most - 3)).replace(/\uFFFD$/, "") + "…";
 }

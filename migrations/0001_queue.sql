@@ -220,8 +220,9 @@ begin
       from rows from (jsonb_to_recordset(jobs) as (queue text, kind text, owner text, payload jsonb,
              priority integer, unique_key text, due_at timestamptz, delay_s double precision))
              with ordinality as x(queue, kind, owner, payload, priority, unique_key, due_at, delay_s, ord)
-      cross join lateral (select coalesce(x.due_at, now() + coalesce(x.delay_s, 0)
-                                 * interval '1 second') as due_at) t
+      -- Not before now: an instant in the past would pass those who wait.
+      cross join lateral (select greatest(now(), coalesce(x.due_at, now() + coalesce(x.delay_s, 0)
+                                          * interval '1 second')) as due_at) t
       where round = 1 or x.ord in (select unnest(pending))
       -- In order of key: two batches that take the same keys in turns would deadlock.
       order by x.kind, x.unique_key, x.ord

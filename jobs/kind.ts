@@ -1,0 +1,133 @@
+/**
+ * What a kind of job is. A kind runs in one of three ways:
+ * - {@linkcode process}: any command in any language; it can be killed, and cannot starve the heartbeat;
+ * - {@linkcode inline}: an async function in the worker, for many small jobs;
+ * - {@linkcode paid}: a request to a service that charges for it, sent at most once.
+ */
+import type { z } from "zod";
+import type { FileInfo } from "../files.ts";
+import type { Job, NewJob } from "../queue.ts";
+
+/** What every kind has. */
+export interface Common<P> {
+  /** Checks a payload at enqueue and again before running. */
+  payload: z.ZodType<P>;
+  /** Seconds an attempt may take; 900 by default. */
+  timeoutS?: number;
+  /** How often a failed attempt is repeated; 3 by default. */
+  retries?: number;
+  /** Seconds before the next attempt, after so many failures; 10, 30, 90, … up to an hour by default. */
+  backoffS?: (failures: number) => number;
+}
+
+/** A command that reads its job as JSON from stdin and writes JSON lines to stdout; see process.ts. */
+export interface ProcessKind<P> extends Common<P> {
+  runs: "process";
+  command: readonly string[];
+  /** Variables for the command. It gets no others than these and PATH, HOME, LANG, TMPDIR, DENO_DIR. */
+  env?: Record<string, string>;
+}
+
+/** An async function in the worker's own process. */
+export interface InlineKind<P> extends Common<P> {
+  runs: "inline";
+  /** Returns the result. What it returns after `context.signal` is aborted is thrown away. */
+  work: (payload: P, context: Context) => unknown;
+}
+
+/** A request to a service that charges for it. */
+export interface PaidKind<P> extends Common<P> {
+  runs: "paid";
+  /**
+   * Sends the request, with `key` as its idempotency key. Returns the request's id.
+   * Throws {@linkcode NotSent} only when it is certain that nothing was charged.
+   */
+  submit: (payload: P, key: string, context: Context) => Promise<string>;
+  /** Waits for the outcome of a request that was sent. Called again, by another worker, after an interruption. */
+  collect: (requestId: string, context: Context) => unknown;
+  /** The id of the request that the service has under this key; null when it surely has none. */
+  lookup?: (key: string, context: Context) => Promise<string | null>;
+}
+
+/** Any kind. */
+// deno-lint-ignore no-explicit-any -- a table of kinds holds kinds of different payloads
+export type Kind<P = any> = ProcessKind<P> | InlineKind<P> | PaidKind<P>;
+export type Kinds = Record<string, Kind>;
+
+/** What a job's code may know and do. */
+export interface Context {
+  job: Job;
+  /** Aborted when the job must stop: cancelled, out of time, lost, or its worker stops. */
+  signal: AbortSignal;
+  /** Says how far it is: shown to people, and kept with the next heartbeat. `progress` from 0 to 1. */
+  report: (stage?: string, progress?: number) => void;
+  /** Enqueues a job when, and only when, this one finishes, in the same statement. */
+  next: (job: NewJob) => void;
+  inputs: () => Promise<FileInfo[]>;
+  read: (file: FileInfo) => ReadableStream<Uint8Array>;
+  /** Writes an output file; it is seen once the job is done. */
+  write: (name: string, content: ReadableStream<Uint8Array>) => Promise<FileInfo>;
+}
+
+export const process = <P>(kind: Omit<ProcessKind<P>, "runs">): ProcessKind<P> => ({
+  runs: "process",
+  ...kind,
+});
+export const inline = <P>(kind: Omit<InlineKind<P>, "runs">): InlineKind<P> => ({
+  runs: "inline",
+  ...kind,
+});
+export const paid = <P>(kind: Omit<PaidKind<P>, "runs">): PaidKind<P> => ({
+  runs: "paid",
+  ...kind,
+});
+
+/** Fails the job for good: trying again would not help. */
+export class PermanentFailure extends Error {
+  override name = "PermanentFailure";
+}
+
+/** Puts the job off, which counts as no failure. */
+export class Snooze extends Error {
+  override name = "Snooze";
+  constructor(readonly delayS: number) {
+    super(`put off for ${delayS} s`);
+  }
+}
+
+/** The paid service refused the request before charging; the job fails or is tried again. */
+export class NotSent extends Error {
+  override name = "NotSent";
+}
+
+/** Why a job is stopped, as the reason of its AbortSignal. */
+export class Stop extends Error {
+  override name = "Stop";
+  constructor(readonly why: "cancelled" | "lost" | "released" | "timed out", message: string) {
+    super(message);
+  }
+}
+
+/** The job ends in review: whether the paid service has its request is not known. */
+export class Uncertain extends Error {
+  override name = "Uncertain";
+}
+
+/** A payload does not fit its kind. The message names each field at fault. */
+export class PayloadError extends Error {
+  override name = "PayloadError";
+}
+
+/** Checks a payload by its kind. @returns it as given, @throws PayloadError */
+export function checkPayload(kinds: Kinds, kind: string, payload: unknown): void {
+  if (!Object.hasOwn(kinds, kind)) {
+    throw new PayloadError(`unknown kind "${kind}": there are ${Object.keys(kinds).join(", ")}`);
+  }
+  const parsed = kinds[kind].payload.safeParse(payload);
+  if (!parsed.success) throw new PayloadError(issues(parsed.error));
+}
+
+/** Zod's issues in one line: `payload.tempo_bpm: Too big: …`. */
+export function issues(error: z.ZodError): string {
+  return error.issues.map((i) => `${["payload", ...i.path].join(".")}: ${i.message}`).join("; ");
+}

@@ -1,0 +1,176 @@
+/** Runs one job to its outcome, whichever way its kind runs, and records that outcome. */
+import { codeOf, cut, describe, patient, unstorable, type Via } from "../db.ts";
+import { FileTooLarge, inputsOf, readFile, writeFile } from "../files.ts";
+import { type Job, type NewJob, type Outcome, settle } from "../queue.ts";
+import {
+  type Common,
+  type Context,
+  type InlineKind,
+  issues,
+  type Kinds,
+  NotSent,
+  PermanentFailure,
+  Snooze,
+  Stop,
+  Uncertain,
+} from "./kind.ts";
+import { runPaid } from "./paid.ts";
+import { runProcess } from "./process.ts";
+
+/** Bytes of a result's JSON at the most; larger output is a file. */
+export const MAX_RESULT_BYTES = 1_048_576;
+/** How long an inline job that was told to stop may take to notice. */
+const INLINE_GRACE_MS = 5000;
+
+/** What running a job needs. */
+export interface Runner {
+  db: Via;
+  /** The worker's boot_id. */
+  worker: string;
+  kinds: Kinds;
+  maxFileBytes: number;
+  /** Where work folders are made; the system's temporary folder if not given. */
+  workRoot?: string;
+  /** Told each stage a job reaches. */
+  report?: (stage?: string, progress?: number) => void;
+}
+
+/**
+ * Runs a job.
+ *
+ * @param stop aborted with a {@linkcode Stop} when the job has to end early
+ * @returns its outcome, or null when the job was lost and nothing may be written
+ */
+export async function run(runner: Runner, job: Job, stop: AbortSignal): Promise<Outcome | null> {
+  const { id, attempt } = job;
+  const kind = Object.hasOwn(runner.kinds, job.kind) ? runner.kinds[job.kind] : undefined;
+  if (!kind) return { id, attempt, outcome: "failed", error: `unknown kind "${job.kind}"` };
+  const parsed = kind.payload.safeParse(job.payload);
+  if (!parsed.success) {
+    const error = `its payload does not fit its kind: ${issues(parsed.error)}`;
+    return { id, attempt, outcome: "failed", error };
+  }
+
+  const timeoutS = kind.timeoutS ?? 900;
+  const timeout = new AbortController();
+  const timer = setTimeout(
+    () => timeout.abort(new Stop("timed out", `timed out after ${timeoutS} s`)),
+    timeoutS * 1000,
+  );
+  const signal = AbortSignal.any([stop, timeout.signal]);
+  const next: NewJob[] = [];
+  const context = contextOf(runner, job, signal, next);
+  try {
+    const result = kind.runs === "process"
+      ? await runProcess(kind, parsed.data, context, runner.workRoot)
+      : kind.runs === "paid"
+      ? await runPaid(kind, parsed.data, context, runner)
+      : await runInline(kind, parsed.data, context);
+    if (signal.aborted && kind.runs === "inline") throw signal.reason; // too late, thrown away
+    return done(job, result, next);
+  } catch (error) {
+    return outcomeOf(error, job, kind);
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+function contextOf(runner: Runner, job: Job, signal: AbortSignal, next: NewJob[]): Context {
+  const db = patient(runner.db, signal);
+  return {
+    job,
+    signal,
+    // Made fit for its columns here: a heartbeat carries the stages of all jobs, so that one that
+    // the database refused would cost the others their leases.
+    report: (stage, progress) =>
+      runner.report?.(
+        stage === undefined ? undefined : cut(stage, 800).slice(0, 200).toWellFormed(),
+        typeof progress === "number" && progress >= 0 && progress <= 1 ? progress : undefined,
+      ),
+    next: (newJob) => next.push(newJob),
+    inputs: () => inputsOf(db, job.id),
+    read: (file) => readFile(db, file),
+    write: (name, content) => writeFile(db, name, content, runner.maxFileBytes, job),
+  };
+}
+
+/** A job's function cannot be killed; one that does not heed its signal is left behind. */
+async function runInline<P>(kind: InlineKind<P>, payload: P, context: Context): Promise<unknown> {
+  const { signal } = context;
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  let onAbort = () => {};
+  const abandoned = new Promise<never>((_, reject) => {
+    onAbort = () => timer = setTimeout(() => reject(signal.reason), INLINE_GRACE_MS);
+    signal.addEventListener("abort", onAbort);
+  });
+  try {
+    return await Promise.race([
+      Promise.resolve().then(() => kind.work(payload, context)),
+      abandoned,
+    ]);
+  } finally {
+    signal.removeEventListener("abort", onAbort);
+    clearTimeout(timer);
+  }
+}
+
+function done({ id, attempt }: Job, result: unknown, next: NewJob[]): Outcome {
+  const bad = unstorable(result, "its result") ??
+    (byteLength(result) > MAX_RESULT_BYTES
+      ? `its result is larger than ${MAX_RESULT_BYTES} bytes of JSON: write a file instead`
+      : null);
+  if (bad) return { id, attempt, outcome: "failed", error: bad };
+  return { id, attempt, outcome: "done", result, next };
+}
+
+const byteLength = (value: unknown) =>
+  new TextEncoder().encode(JSON.stringify(value) ?? "null").length;
+
+/** What the error that ended an attempt makes of the job. */
+function outcomeOf(error: unknown, job: Job, kind: Common<unknown>): Outcome | null {
+  const { id, attempt } = job;
+  if (error instanceof Stop && error.why !== "timed out") {
+    if (error.why === "lost") return null;
+    return error.why === "cancelled"
+      ? { id, attempt, outcome: "cancelled" }
+      : { id, attempt, outcome: "released", error: error.message };
+  }
+  if (error instanceof Snooze) return { id, attempt, outcome: "snoozed", delay_s: error.delayS };
+  if (error instanceof Uncertain) return { id, attempt, outcome: "review", error: error.message };
+  const permanent = error instanceof PermanentFailure || error instanceof FileTooLarge ||
+    job.failures >= (kind.retries ?? 3);
+  const backoffS = kind.backoffS ?? ((n) => Math.min(3600, 10 * 3 ** (n - 1)));
+  return {
+    id,
+    attempt,
+    outcome: "failed",
+    error: describe(error) || "failed without a message",
+    // Spread, so that what failed together does not come back together.
+    delay_s: permanent ? undefined : backoffS(job.failures + 1) * (0.9 + Math.random() * 0.2),
+    unsent: error instanceof NotSent,
+  };
+}
+
+/**
+ * Records an outcome, again and again while the database cannot be reached, for ten minutes or
+ * until `signal` is aborted. One that the database refuses (a next job over a queue's limit, a value that a column
+ * cannot hold) fails the job with the refusal.
+ *
+ * @returns whether the outcome stands; false: the job is somebody else's
+ */
+export async function record(
+  db: Via,
+  worker: string,
+  outcome: Outcome,
+  signal: AbortSignal,
+): Promise<boolean> {
+  const write = (o: Outcome) => patient(db, signal).run((sql) => settle(sql, worker, [o]));
+  try {
+    return (await write(outcome)).length > 0;
+  } catch (error) {
+    if (!/^(SD|22|23|54)/.test(codeOf(error))) throw error;
+    const { id, attempt } = outcome;
+    const refusal = `its outcome could not be stored: ${describe(error)}`;
+    return (await write({ id, attempt, outcome: "failed", error: refusal })).length > 0;
+  }
+}

@@ -1,0 +1,367 @@
+#!/usr/bin/env -S deno run -A
+/**
+ * A worker: claims jobs, runs them, reports, finishes them, and takes back what silent workers left.
+ *
+ *     deno task worker                                   # one job at a time, of every queue and kind
+ *     deno task worker --concurrency 10 --queues small
+ *
+ * Reads and writes: the queue's tables (DATABASE_URL), work folders in the temporary folder.
+ *
+ * Four loops: work() claims and starts jobs; beat() renews the leases and hears of cancellations;
+ * watch() stops jobs whose lease is about to end unrenewed; tidy() recovers and sweeps.
+ *
+ * Signals: the first SIGTERM or SIGINT stops claiming; running jobs have --drain-s to end, then
+ * they are stopped and given back to the queue. A second one ends the process and its jobs at once.
+ *
+ * Exit codes: 0 after a stop; 1 failure, also when its row was removed because it was taken for
+ * dead; 2 usage; 3 the database could not be reached at the start; 130 stopped by a second signal.
+ */
+import { hostname } from "node:os";
+import { resolve } from "node:path";
+import { pathToFileURL } from "node:url";
+import * as config from "./config.ts";
+import { checkSchema, Database, describe, patient, pause } from "./db.ts";
+import { type Kinds, Stop } from "./jobs/kind.ts";
+import { record, run } from "./jobs/run.ts";
+import * as queue from "./queue.ts";
+
+const log = config.logger("worker");
+
+/** How often a running job's cancellation is asked for, and a new stage told. */
+const TICK_MS = 2000;
+/** How long a stopping worker tries to give its jobs back. */
+const GIVE_BACK_MS = 10_000;
+/** How long a starting worker waits for the database. */
+const START_MS = 30_000;
+
+const program = {
+  name: "worker",
+  summary: "Claims jobs, runs them, and takes back what silent workers left.",
+  example: "DATABASE_URL=postgres://… deno task worker --concurrency 2 --queues default",
+};
+const { databaseUrl, noPrepare, statementLimitMs, concurrency, queues, kinds, pollMaxMs } =
+  config.settings;
+const { heartbeatMs, leaseS, recoverMs, drainS, maxCrashes, unknownKindS, retentionS } =
+  config.settings;
+const { fileGraceS, maxFileBytes, jobs, logLevel } = config.settings;
+const spec = {
+  ...{ databaseUrl, noPrepare, statementLimitMs, concurrency, queues, kinds, pollMaxMs },
+  ...{ heartbeatMs, leaseS, recoverMs, drainS, maxCrashes, unknownKindS, retentionS },
+  ...{ fileGraceS, maxFileBytes, jobs, logLevel },
+};
+
+/** A job under way. */
+interface Running {
+  job: queue.Job;
+  stop: AbortController;
+  stage: string | null;
+  progress: number | null;
+  /** When the renewal that last succeeded was sent, by this process's monotonic clock. */
+  renewedAtMs: number;
+  ended: Promise<void>;
+}
+
+interface Worker {
+  settings: ReturnType<typeof config.configuration<typeof spec>>;
+  kinds: Kinds;
+  /** The names of the kinds it claims. */
+  serves: string[];
+  /** Statements of jobs, and claims. */
+  db: Database;
+  /** The heartbeat's own connection: nothing that waits can stand before it. */
+  pulse: Database;
+  bootId: string;
+  running: Map<string, Running>;
+  /** The tokens of claims under way. */
+  claiming: Set<string>;
+  /** Aborted when a job has ended, since there is room for the next; a new one each step. */
+  roomMade: AbortController;
+  leader: boolean;
+  /** The last heartbeat sent that succeeded, and the first of the unbroken run of them. */
+  lastBeatMs: number;
+  inTouchSinceMs: number | undefined;
+  /** A stage was reached that no heartbeat has told. */
+  news: boolean;
+  /** Aborted when what is left to write has no more time. */
+  hurry: AbortController;
+}
+
+export async function main(args: string[], signal: AbortSignal): Promise<number> {
+  const worker = await boot(args, signal);
+  const over = new AbortController();
+  const lost = new AbortController();
+  const helpers = [
+    repeat("heartbeat", () => beat(worker, lost), over.signal),
+    repeat("watch", () => watch(worker), over.signal),
+    repeat("recovery", () => tidy(worker), over.signal),
+  ];
+  const noMore = AbortSignal.any([signal, lost.signal]);
+  await repeat("claim", () => work(worker), noMore, () => worker.roomMade.signal);
+  await drain(worker, lost.signal.aborted);
+  over.abort();
+  await Promise.all(helpers);
+  if (!lost.signal.aborted) {
+    await worker.pulse.run((sql) => queue.deregister(sql, worker.bootId), 2000).catch(() => {});
+  }
+  await Promise.all([worker.db.close(), worker.pulse.close()]);
+  log.info(lost.signal.aborted ? "ended: it was taken for dead" : "stopped");
+  return lost.signal.aborted ? 1 : 0;
+}
+
+async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
+  const settings = config.configuration(program, spec, args);
+  const url = config.requireDatabase(settings.databaseUrl);
+  await config.setUpLog(settings.logLevel);
+  const module = settings.jobs === spec.jobs.fallback
+    ? new URL(settings.jobs, import.meta.url)
+    : pathToFileURL(resolve(settings.jobs));
+  const kinds: Kinds = (await import(module.href)).kinds;
+  const serves = settings.kinds ?? Object.keys(kinds);
+  const missing = serves.find((name) => !Object.hasOwn(kinds, name));
+  if (missing) throw new config.UsageError(`--kinds names "${missing}", which jobs.ts has not`);
+
+  const name = Deno.env.get("RAILWAY_REPLICA_ID") ?? `${hostname()}-${Deno.pid}`;
+  const options = { name: "siding worker", prepare: !settings.noPrepare };
+  const db = new Database(url, { ...options, max: 3 }, settings.statementLimitMs);
+  const pulse = new Database(url, { ...options, max: 1 }, settings.statementLimitMs);
+  const start = patient(db, signal, START_MS);
+  const behind = await start.run(checkSchema);
+  if (behind > 0) log.warn("the database is {behind} migrations behind this code", { behind });
+  const bootId = await start.run((sql) =>
+    queue.register(sql, {
+      role: "worker",
+      name,
+      version: config.VERSION,
+      queues: settings.queues,
+      kinds: serves,
+      knownKinds: Object.keys(kinds),
+      concurrency: settings.concurrency,
+    })
+  );
+  log.info("worker {name} {boot} serves {serves}", { name, boot: bootId.slice(0, 8), serves });
+  return {
+    ...{ settings, kinds, serves, db, pulse, bootId, running: new Map(), claiming: new Set() },
+    ...{ roomMade: new AbortController(), leader: false, lastBeatMs: -Infinity },
+    ...{ inTouchSinceMs: undefined, news: false, hurry: new AbortController() },
+  };
+}
+
+/** One look and, when there is something, one claim. @returns milliseconds until the next */
+async function work(worker: Worker): Promise<number> {
+  const { settings, serves, db, bootId } = worker;
+  const room = settings.concurrency - worker.running.size;
+  worker.roomMade = new AbortController();
+  if (room <= 0) return settings.pollMaxMs;
+  const { ready, promotable } = await db.run((sql) => queue.look(sql, settings.queues, serves));
+  if (promotable) {
+    await db.run((sql) => queue.promote(sql));
+    return 0;
+  }
+  if (ready.length === 0) return settings.pollMaxMs * (0.8 + Math.random() * 0.4);
+
+  const token = crypto.randomUUID();
+  worker.claiming.add(token);
+  try {
+    const sentAtMs = performance.now();
+    const claim = { worker: bootId, kinds: serves, most: room, leaseS: settings.leaseS, token };
+    const claimed = await db.run((sql) => queue.claim(sql, ready[0], claim));
+    for (const job of claimed) start(worker, job, sentAtMs);
+    // Others were faster: a moment apart, not all at once again.
+    return claimed.length > 0 ? 0 : 10 + Math.random() * 40;
+  } finally {
+    // If this failed, the jobs it may have claimed all the same show up as strays.
+    worker.claiming.delete(token);
+  }
+}
+
+/** Runs a claimed job to its end, besides everything else. */
+function start(worker: Worker, job: queue.Job, sentAtMs: number): void {
+  const running: Running = {
+    ...{ job, stop: new AbortController(), stage: null, progress: null, renewedAtMs: sentAtMs },
+    ended: Promise.resolve(),
+  };
+  // After a failover that lost its last transactions an id can come again, as another job's.
+  stop(worker.running.get(job.id), "lost", "its id is another job's");
+  worker.running.set(job.id, running);
+  const facts = { job: job.id, kind: job.kind, attempt: job.attempt };
+  log.info("job {job} {kind} started, attempt {attempt}", facts);
+  const runner = {
+    ...{ db: worker.db, worker: worker.bootId, kinds: worker.kinds },
+    maxFileBytes: worker.settings.maxFileBytes,
+    report: (stage?: string, progress?: number) => {
+      running.stage = stage ?? running.stage;
+      running.progress = progress ?? running.progress;
+      worker.news = true;
+    },
+  };
+  running.ended = (async () => {
+    const outcome = await run(runner, job, running.stop.signal);
+    const stands = outcome &&
+      await record(worker.db, worker.bootId, outcome, worker.hurry.signal);
+    const seconds = ((performance.now() - sentAtMs) / 1000).toFixed(1);
+    if (!stands) log.warn("job {job} {kind} is lost: somebody else has it", facts);
+    else if ("error" in outcome) {
+      log.warn("job {job} {kind} {outcome} after {seconds} s: {error}", {
+        ...{ ...facts, outcome: outcome.outcome, seconds, error: outcome.error },
+      });
+    } else {
+      log.info("job {job} {kind} {outcome} after {seconds} s", {
+        ...{ ...facts, outcome: outcome.outcome, seconds },
+      });
+    }
+  })().catch((error) => {
+    log.error("job {job} {kind}: its outcome was not recorded: {error}", {
+      ...{ ...facts, error: describe(error) },
+    });
+  }).finally(() => {
+    if (worker.running.get(job.id) === running) worker.running.delete(job.id);
+    worker.roomMade.abort();
+  });
+}
+
+function stop(running: Running | undefined, why: Stop["why"], message: string): void {
+  running?.stop.abort(new Stop(why, message));
+}
+
+/** Renews what runs, every --heartbeat-ms and when a stage was reached; else hears of cancellations. */
+async function beat(worker: Worker, lost: AbortController): Promise<number> {
+  const { settings, bootId, running } = worker;
+  const tickMs = Math.min(TICK_MS, settings.heartbeatMs);
+  const nowMs = performance.now();
+  const dueMs = worker.lastBeatMs + settings.heartbeatMs - nowMs;
+  if (dueMs > 0 && !worker.news) {
+    if (running.size > 0) {
+      const ids = await worker.pulse.run((sql) => queue.cancellations(sql, bootId));
+      for (const id of ids) stop(running.get(id), "cancelled", "cancelled");
+    }
+    return Math.min(tickMs, dueMs);
+  }
+  const named = [...running.values()];
+  const jobs = named.map(({ job, stage, progress }) => ({
+    ...{ id: job.id, attempt: job.attempt, stage, progress },
+  }));
+  worker.news = false;
+  const silentS = 3 * settings.heartbeatMs / 1000;
+  try {
+    const pulse = await worker.pulse.run((sql) =>
+      queue.heartbeat(sql, bootId, jobs, settings.leaseS, silentS)
+    );
+    heed(worker, pulse, named, nowMs, lost);
+  } catch (error) {
+    worker.inTouchSinceMs = undefined;
+    worker.lastBeatMs = -Infinity; // so that the next try is the next tick
+    throw error;
+  }
+  return tickMs;
+}
+
+/** Acts on what a heartbeat, sent at `sentAtMs` for the jobs `named`, brought back. */
+function heed(
+  worker: Worker,
+  pulse: queue.Pulse,
+  named: Running[],
+  sentAtMs: number,
+  lost: AbortController,
+): void {
+  const silentMs = 3 * worker.settings.heartbeatMs;
+  if (!(performance.now() - worker.lastBeatMs < silentMs)) worker.inTouchSinceMs = undefined;
+  worker.inTouchSinceMs ??= performance.now();
+  worker.lastBeatMs = sentAtMs;
+  worker.leader = pulse.leader;
+  if (!pulse.alive) {
+    lost.abort();
+    return;
+  }
+  const states = new Map(pulse.beats.map((b) => [b.id, b]));
+  for (const running of named) {
+    const state = states.get(running.job.id);
+    if (state?.state === "renewed") running.renewedAtMs = sentAtMs;
+    if (state?.state === "lost") stop(running, "lost", "somebody else has it");
+    if (state?.cancel) stop(running, "cancelled", "cancelled");
+  }
+  for (const stray of pulse.strays) {
+    const known = worker.running.get(stray.id)?.job.attempt === stray.attempt;
+    if (known || worker.claiming.has(stray.claim_token)) continue;
+    log.warn("job {job} was claimed by a call whose reply was lost: given back", { job: stray.id });
+    worker.db.run((sql) => queue.release(sql, worker.bootId, stray, "its claim's reply was lost"))
+      .catch((error) => log.warn("{error}", { error: describe(error) }));
+  }
+}
+
+/** Stops jobs whose lease could not be renewed, before it ends and others may take them. */
+function watch(worker: Worker): Promise<number> {
+  const leaseMs = worker.settings.leaseS * 1000;
+  const marginMs = Math.min(20_000, leaseMs / 6);
+  for (const running of worker.running.values()) {
+    if (performance.now() - running.renewedAtMs > leaseMs - marginMs) {
+      stop(running, "released", "its lease could not be renewed");
+    }
+  }
+  return Promise.resolve(Math.min(1000, marginMs / 4));
+}
+
+/** Takes back what silent workers left; the leader also removes what is no longer needed. */
+async function tidy(worker: Worker): Promise<number> {
+  const { settings, db } = worker;
+  const silentMs = 3 * settings.heartbeatMs;
+  // Only who has been in touch for a while: after an outage everybody's leases have run out, and
+  // those who still run their jobs must have had the time to say so.
+  const sinceMs = performance.now() - (worker.inTouchSinceMs ?? Infinity);
+  const lately = performance.now() - worker.lastBeatMs < silentMs;
+  if (!(sinceMs >= silentMs && lately)) return Math.min(settings.recoverMs, silentMs / 3);
+  for (const job of await db.run((sql) => queue.recover(sql, 100, settings.maxCrashes))) {
+    log.warn("recovered job {id} {kind}: {status}", { ...job });
+  }
+  await db.run((sql) => queue.promote(sql));
+  if (worker.leader) {
+    const unknown = await db.run((sql) =>
+      queue.failUnknownKinds(sql, settings.unknownKindS, silentMs / 1000)
+    );
+    for (const job of unknown) log.warn("job {id}: unknown kind {kind}", { ...job });
+    await db.run((sql) => queue.sweep(sql, settings.retentionS, settings.fileGraceS));
+  }
+  return settings.recoverMs;
+}
+
+/** Lets running jobs end, stops those that did not in time, and sees their outcomes written. */
+async function drain(worker: Worker, lost: boolean): Promise<void> {
+  const rest = () => Promise.all([...worker.running.values()].map((running) => running.ended));
+  const { drainS } = worker.settings;
+  if (worker.running.size > 0 && !lost) {
+    log.info("stopping: {n} jobs have {drainS} s to end", { n: worker.running.size, drainS });
+    const enough = new AbortController();
+    await Promise.race([rest(), pause(drainS * 1000, enough.signal)]);
+    enough.abort();
+  }
+  for (const running of worker.running.values()) {
+    stop(running, lost ? "lost" : "released", "its worker was stopped");
+  }
+  const timer = setTimeout(() => worker.hurry.abort(), GIVE_BACK_MS);
+  await rest();
+  clearTimeout(timer);
+}
+
+/**
+ * Repeats a step, which returns the milliseconds until the next, until `signal` is aborted.
+ *
+ * @param sooner a signal, asked for after each step, that makes the next one due at once
+ */
+async function repeat(
+  name: string,
+  step: () => Promise<number>,
+  signal: AbortSignal,
+  sooner: () => AbortSignal = () => signal,
+): Promise<void> {
+  while (!signal.aborted) {
+    let delayMs: number;
+    try {
+      delayMs = await step();
+    } catch (error) {
+      log.warn("{name}: {error}", { name, error: describe(error) });
+      delayMs = 500 + Math.random() * 500;
+    }
+    await pause(delayMs, signal, sooner());
+  }
+}
+
+if (import.meta.main) await config.runMain("worker", main);
