@@ -157,7 +157,7 @@ export function describe(error: unknown): string {
   // An AggregateError (both addresses of a host refused) has an empty message of its own.
   const message = error.message || (error instanceof AggregateError && error.errors[0]?.message) ||
     error.name;
-  return (code && !message.includes(code) ? `${message} (${code})` : message)
+  return (code && !/^SD/.test(code) && !message.includes(code) ? `${message} (${code})` : message)
     .replace(/postgres(ql)?:\/\/\S+/g, "postgres://…");
 }
 

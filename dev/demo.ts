@@ -1,0 +1,193 @@
+/**
+ * The demo: enqueues the recordings of examples/, shows the queue as it moves, and ends with a
+ * table of what became of each job and whether that is what was expected.
+ */
+import { pause, type Pool, schema, via } from "../db.ts";
+import { melodies } from "../examples/make.ts";
+import { writeFile } from "../files.ts";
+import { enqueueMany } from "../jobs.ts";
+import type { EnqueueOptions } from "../jobs/typed.ts";
+import type { Status } from "../queue.ts";
+
+const EXAMPLES = new URL("../examples/", import.meta.url);
+/** How often the queue is looked at. */
+const LOOK_MS = 100;
+/** The demo gives up after this. */
+const LIMIT_MS = 300_000;
+const BAR = 24;
+
+/** By the recording's place in the folder: some that pass the others, and some that are due later. */
+const special: Record<number, EnqueueOptions> = {
+  3: { delay_s: 2 },
+  7: { delay_s: 4 },
+  9: { priority: 10 },
+  12: { priority: 5 },
+};
+
+/** A job of the demo as it is shown. */
+interface Shown {
+  id: string;
+  kind: string;
+  file: string;
+  status: Status;
+  stage: string | null;
+  progress: number | null;
+  worker: string | null;
+  wait_ms: number | null;
+  run_ms: number | null;
+  notes: number | null;
+  error: string | null;
+}
+
+/** @returns whether every job is done with the notes that its recording is known to have */
+export async function runDemo(sql: Pool, signal: AbortSignal): Promise<boolean> {
+  const files = await enqueueRecordings(sql);
+  const startedMs = performance.now();
+  const screen = Deno.stdout.isTerminal() ? new LiveScreen() : new PlainLines(startedMs);
+  let jobs: Shown[] = [];
+  while (!signal.aborted) {
+    jobs = await look(sql, files);
+    screen.show(jobs);
+    if (jobs.every(isFinal) || performance.now() - startedMs > LIMIT_MS) break;
+    await pause(LOOK_MS, signal);
+  }
+  screen.end();
+  console.log(table(jobs));
+  console.log(closingLine(jobs));
+  return jobs.length > 0 && jobs.every((job) => expectation(job) === "done");
+}
+
+/** Uploads the recordings, and enqueues them in one statement. @returns the file of each job id */
+async function enqueueRecordings(sql: Pool): Promise<Map<string, string>> {
+  const names = [...Deno.readDirSync(EXAMPLES)].map((entry) => entry.name)
+    .filter((name) => name.endsWith(".wav")).sort();
+  const uploads = [];
+  for (const name of names) {
+    const content = (await Deno.open(new URL(encodeURIComponent(name), EXAMPLES))).readable;
+    uploads.push(await writeFile(via(sql), name, content, 100_000_000));
+  }
+  const entries = await enqueueMany(
+    sql,
+    uploads.map((file, index) => ({
+      kind: "transcribe",
+      payload: { title: titleOf(file.name) },
+      owner: "demo",
+      files: [file.id],
+      ...special[index],
+    })),
+  );
+  console.log(`${entries.length} recordings enqueued`);
+  return new Map(entries.map((entry, index) => [entry.id, names[index]]));
+}
+
+const titleOf = (file: string) =>
+  melodies.find((melody) => melody.file === file)?.title ?? file.replace(/\.wav$/, "");
+
+async function look(sql: Pool, files: Map<string, string>): Promise<Shown[]> {
+  const rows = await sql<Shown[]>`
+    select j.id::text, kind, status, stage, progress, error, left(worker_id::text, 4) as worker,
+      (extract(epoch from claimed_at - due_at) * 1000)::float8 as wait_ms,
+      (extract(epoch from finished_at - claimed_at) * 1000)::float8 as run_ms,
+      (result ->> 'note_count')::integer as notes
+    from ${sql(schema)}.jobs j order by j.id`;
+  return rows.map((row) => ({ ...row, file: files.get(row.id) ?? "?" }));
+}
+
+const isFinal = (job: Shown) => ["done", "failed", "cancelled", "review"].includes(job.status);
+
+/** "done", or what is not as expected of a job. */
+function expectation(job: Shown): string {
+  if (job.status !== "done") return job.error ? `${job.status}: ${job.error}` : job.status;
+  const known = melodies.find((melody) => melody.file === job.file)?.notes.length;
+  return known === undefined || known === job.notes ? "done" : `done, but ${known} were played`;
+}
+
+const seconds = (ms: number | null) => ms === null ? "" : `${(ms / 1000).toFixed(2)} s`;
+
+function table(jobs: Shown[]): string {
+  const rows = [
+    ["job", "kind", "recording", "wait", "run", "notes", "outcome"],
+    ...jobs.map((job) => [
+      ...[job.id, job.kind, job.file, seconds(job.wait_ms), seconds(job.run_ms)],
+      ...[String(job.notes ?? ""), expectation(job)],
+    ]),
+  ];
+  const widths = rows[0].map((_, column) => Math.max(...rows.map((row) => row[column].length)));
+  const right = new Set([0, 3, 4, 5]);
+  return "\n" +
+    rows.map((row) =>
+      row.map((cell, i) => right.has(i) ? cell.padStart(widths[i]) : cell.padEnd(widths[i]))
+        .join("  ").trimEnd()
+    ).join("\n") + "\n";
+}
+
+function closingLine(jobs: Shown[]): string {
+  const count = (status: Status) => jobs.filter((job) => job.status === status).length;
+  const lost = jobs.filter((job) => !isFinal(job)).length;
+  const spread = (values: (number | null)[]) => {
+    const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
+    // The nearest rank: the smallest value that so many of a hundred do not exceed.
+    const at = (percent: number) =>
+      sorted[Math.max(0, Math.ceil(sorted.length * percent) - 1)] ?? 0;
+    return `p50 ${seconds(at(0.5))} p95 ${seconds(at(0.95))}`;
+  };
+  return `${jobs.length} jobs: ${count("done")} done, ${count("failed")} failed, ${lost} lost; ` +
+    `wait ${spread(jobs.map((job) => job.wait_ms))}; run ${spread(jobs.map((job) => job.run_ms))}`;
+}
+
+/** A few lines of a terminal, drawn again as things move. */
+class LiveScreen {
+  #lines = 0;
+
+  show(jobs: Shown[]): void {
+    const count = (status: Status) => jobs.filter((job) => job.status === status).length;
+    const done = jobs.filter(isFinal).length;
+    const lines = [
+      `scheduled ${count("scheduled")}  queued ${count("queued")}  running ${count("running")}  ` +
+      `done ${bar(done / jobs.length)} ${done}/${jobs.length}`,
+      ...jobs.filter((job) => job.status === "running").map((job) =>
+        `  worker ${job.worker}  ${bar(job.progress ?? 0)} ${
+          (job.stage ?? "").padEnd(7)
+        } ${job.file}`
+      ),
+    ];
+    this.#draw(lines);
+  }
+
+  end(): void {
+    this.#draw([]);
+  }
+
+  #draw(lines: string[]): void {
+    const { columns } = Deno.consoleSize();
+    const up = this.#lines > 0 ? `\x1b[${this.#lines}A` : "";
+    const text = lines.map((line) => `${line.slice(0, columns - 1)}\n`).join("");
+    Deno.stdout.writeSync(new TextEncoder().encode(`${up}\x1b[J${text}`));
+    this.#lines = lines.length;
+  }
+}
+
+const bar = (part: number) => {
+  const full = Math.round(part * BAR);
+  return "█".repeat(full) + "░".repeat(BAR - full);
+};
+
+/** A line for each thing that happens, where there is no terminal. */
+class PlainLines {
+  readonly #seen = new Map<string, string>();
+  constructor(readonly startedMs: number) {}
+
+  show(jobs: Shown[]): void {
+    for (const job of jobs) {
+      const stage = job.status === "running" && job.stage ? `, ${job.stage}` : "";
+      const now = `${job.status}${stage}`;
+      if (this.#seen.get(job.id) === now) continue;
+      this.#seen.set(job.id, now);
+      const at = seconds(performance.now() - this.startedMs).padStart(8);
+      const who = job.worker ? ` (worker ${job.worker})` : "";
+      console.log(`${at}  job ${job.id} ${job.file}: ${now}${who}`);
+    }
+  }
+
+  end(): void {}
+}
