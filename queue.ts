@@ -79,6 +79,8 @@ export interface Claimed {
 
 const s = (sql: Sql) => sql(schema);
 const json = (value: unknown) => JSON.stringify(value);
+/** A plain array: the driver's carries the statement and more. */
+const list = async <T>(rows: PromiseLike<T[]>): Promise<T[]> => Array.from(await rows);
 /** A list of names as Postgres writes it; names hold none of its special characters. */
 const names = (list: readonly string[]) => `{${list.join(",")}}`;
 
@@ -91,8 +93,8 @@ const names = (list: readonly string[]) => `{${list.join(",")}}`;
  */
 export async function enqueue(sql: Sql, jobs: readonly NewJob[]): Promise<Enqueued[]> {
   try {
-    return await sql<Enqueued[]>`
-      select id::text, created from ${s(sql)}.enqueue(${json(jobs)}::text::jsonb) order by ord`;
+    return await list(sql<Enqueued[]>`
+      select id::text, created from ${s(sql)}.enqueue(${json(jobs)}::text::jsonb) order by ord`);
   } catch (error) {
     // 22: a value that does not fit its type, such as a bad time, or text that Postgres cannot hold.
     if (!/^(SD|22)/.test(codeOf(error))) throw error;
@@ -163,15 +165,15 @@ export async function claim(sql: Pool, ready: Ready, options: ClaimOptions): Pro
     return await claimRepeatableRead(sql, ready.queue, options);
   }
   if (ready.claim === "lock") {
-    return await sql<Job[]>`
+    return await list(sql<Job[]>`
       select ${sql.unsafe(claimedColumns)} from ${s(sql)}.claim_lock(${ready.queue},
         ${names(kinds)}::text[], ${most}, ${worker}, ${token}, ${leaseS}) j
-      order by j.priority desc, j.due_at, j.id`;
+      order by j.priority desc, j.due_at, j.id`);
   }
   // Materialized: joined as a plain subquery it may run again for other rows, and lock and take
   // more than `most`. Skip locked: workers pass over each other's rows instead of queueing for the
   // same one. The status is a literal, so that the partial index serves, in its order.
-  return await sql<Job[]>`
+  return await list(sql<Job[]>`
     with next as materialized (
       select id from ${s(sql)}.jobs
       where queue = ${ready.queue} and status = 'queued' and kind = any(${names(kinds)}::text[])
@@ -188,7 +190,7 @@ export async function claim(sql: Pool, ready: Ready, options: ClaimOptions): Pro
       from next where j.id = next.id
       returning j.*
     )
-    select ${sql.unsafe(claimedColumns)} from taken j order by j.priority desc, j.due_at, j.id`;
+    select ${sql.unsafe(claimedColumns)} from taken j order by j.priority desc, j.due_at, j.id`);
 }
 
 const claimedColumns = `j.id::text, j.queue, j.kind, j.owner, j.payload, j.priority, j.attempt,
@@ -212,7 +214,7 @@ async function claimRepeatableRead(sql: Pool, queue: string, o: ClaimOptions): P
         }, ${o.leaseS}) j
          order by j.priority desc, j.due_at, j.id`,
       ).simple();
-      return (results as unknown as [unknown, Job[]])[1];
+      return Array.from((results as unknown as [unknown, Job[]])[1]);
     } catch (error) {
       // Another claim was first. After the last round the caller polls again.
       if (!/^(40001|40P01|55P03)$/.test(codeOf(error)) || round === 10) throw error;
@@ -328,20 +330,27 @@ export async function cancel(sql: Sql, id: string): Promise<Status | null> {
   return row?.status ?? null;
 }
 
+export type Recovered = Pick<JobView, "id" | "kind" | "status">;
+
 /**
  * Takes back jobs whose worker fell silent: see siding.recover. Only to be called by a process
  * that has been in touch with the database for a while without a break, so that an outage of the
  * database is nobody's crash.
  */
-export async function recover(sql: Sql, most = 100, maxCrashes = 2) {
-  return await sql<{ id: string; kind: string; status: Status }[]>`
-    select id::text, kind, status from ${s(sql)}.recover(${most}, ${maxCrashes})`;
+export async function recover(sql: Sql, most = 100, maxCrashes = 2): Promise<Recovered[]> {
+  return await list(sql<Recovered[]>`
+    select id::text, kind, status from ${s(sql)}.recover(${most}, ${maxCrashes})`);
 }
 
 /** Fails jobs of kinds that no live worker's code knows, once they are due for `graceS`. */
-export async function failUnknownKinds(sql: Sql, graceS: number, silentS: number, most = 100) {
-  return await sql<{ id: string; kind: string }[]>`
-    select id::text, kind from ${s(sql)}.fail_unknown_kinds(${most}, ${graceS}, ${silentS})`;
+export async function failUnknownKinds(
+  sql: Sql,
+  graceS: number,
+  silentS: number,
+  most = 100,
+): Promise<Pick<Job, "id" | "kind">[]> {
+  return await list(sql<Pick<Job, "id" | "kind">[]>`
+    select id::text, kind from ${s(sql)}.fail_unknown_kinds(${most}, ${graceS}, ${silentS})`);
 }
 
 /** A job as people ask for it. */
@@ -359,10 +368,10 @@ export interface JobView extends Omit<Job, "wait_ms" | "request_key" | "request_
 
 /** Reads jobs by id; those that are not there are left out. */
 export async function get(sql: Sql, ids: readonly string[]): Promise<JobView[]> {
-  return await sql<JobView[]>`
+  return await list(sql<JobView[]>`
     select id::text, queue, kind, owner, payload, priority, attempt, failures, crashes, releases,
       snoozes, status, stage, progress, result, error, created_at, due_at, claimed_at, finished_at
-    from ${s(sql)}.jobs j where j.id = any(${names(ids)}::bigint[]) order by j.id`;
+    from ${s(sql)}.jobs j where j.id = any(${names(ids)}::bigint[]) order by j.id`);
 }
 
 /** Removes final jobs past their retention, files no job came for, rows of processes long gone. */
@@ -455,7 +464,7 @@ export interface Count {
 
 /** Counts the unfinished jobs, by queue and kind. Each state is read from its own partial index. */
 export async function counts(sql: Sql): Promise<Count[]> {
-  return await sql<Count[]>`
+  return await list(sql<Count[]>`
     select j.queue, j.kind, coalesce(q.paused, false) as paused, q.max_running,
       (count(*) filter (where status = 'scheduled'))::integer as scheduled,
       (count(*) filter (where status = 'queued'))::integer as queued,
@@ -469,7 +478,7 @@ export async function counts(sql: Sql): Promise<Count[]> {
       union all select queue, kind, status, due_at from ${s(sql)}.jobs where status = 'review'
     ) j left join ${s(sql)}.queues q on q.name = j.queue
     group by j.queue, j.kind, q.paused, q.max_running
-    order by j.queue, j.kind`;
+    order by j.queue, j.kind`);
 }
 
 /** A queue's settings; null lifts a limit. A `max_running` needs claims in turns: `lock`, unless told. */
