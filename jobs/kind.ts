@@ -9,9 +9,9 @@ import type { FileInfo } from "../files.ts";
 import type { Job, NewJob } from "../queue.ts";
 
 /** What every kind has. */
-export interface Common<P> {
+export interface Common<S extends z.ZodType> {
   /** Checks a payload at enqueue and again before running. */
-  payload: z.ZodType<P>;
+  payload: S;
   /** Seconds an attempt may take; 900 by default. */
   timeoutS?: number;
   /** How often a failed attempt is repeated; 3 by default. */
@@ -21,7 +21,7 @@ export interface Common<P> {
 }
 
 /** A command that reads its job as JSON from stdin and writes JSON lines to stdout; see process.ts. */
-export interface ProcessKind<P> extends Common<P> {
+export interface ProcessKind<S extends z.ZodType = z.ZodType> extends Common<S> {
   runs: "process";
   command: readonly string[];
   /** Variables for the command. It gets no others than these and PATH, HOME, LANG, TMPDIR, DENO_DIR. */
@@ -29,20 +29,20 @@ export interface ProcessKind<P> extends Common<P> {
 }
 
 /** An async function in the worker's own process. */
-export interface InlineKind<P> extends Common<P> {
+export interface InlineKind<S extends z.ZodType = z.ZodType> extends Common<S> {
   runs: "inline";
   /** Returns the result. What it returns after `context.signal` is aborted is thrown away. */
-  work: (payload: P, context: Context) => unknown;
+  work: (payload: z.output<S>, context: Context) => unknown;
 }
 
 /** A request to a service that charges for it. */
-export interface PaidKind<P> extends Common<P> {
+export interface PaidKind<S extends z.ZodType = z.ZodType> extends Common<S> {
   runs: "paid";
   /**
    * Sends the request, with `key` as its idempotency key. Returns the request's id.
    * Throws {@linkcode NotSent} only when it is certain that nothing was charged.
    */
-  submit: (payload: P, key: string, context: Context) => Promise<string>;
+  submit: (payload: z.output<S>, key: string, context: Context) => Promise<string>;
   /** Waits for the outcome of a request that was sent. Called again, by another worker, after an interruption. */
   collect: (requestId: string, context: Context) => unknown;
   /** The id of the request that the service has under this key; null when it surely has none. */
@@ -51,7 +51,8 @@ export interface PaidKind<P> extends Common<P> {
 
 /** Any kind. */
 // deno-lint-ignore no-explicit-any -- a table of kinds holds kinds of different payloads
-export type Kind<P = any> = ProcessKind<P> | InlineKind<P> | PaidKind<P>;
+type AnyPayload = z.ZodType<any, any>;
+export type Kind = ProcessKind<AnyPayload> | InlineKind<AnyPayload> | PaidKind<AnyPayload>;
 export type Kinds = Record<string, Kind>;
 
 /** What a job's code may know and do. */
@@ -69,15 +70,17 @@ export interface Context {
   write: (name: string, content: ReadableStream<Uint8Array>) => Promise<FileInfo>;
 }
 
-export const process = <P>(kind: Omit<ProcessKind<P>, "runs">): ProcessKind<P> => ({
+export const process = <S extends z.ZodType>(
+  kind: Omit<ProcessKind<S>, "runs">,
+): ProcessKind<S> => ({
   runs: "process",
   ...kind,
 });
-export const inline = <P>(kind: Omit<InlineKind<P>, "runs">): InlineKind<P> => ({
+export const inline = <S extends z.ZodType>(kind: Omit<InlineKind<S>, "runs">): InlineKind<S> => ({
   runs: "inline",
   ...kind,
 });
-export const paid = <P>(kind: Omit<PaidKind<P>, "runs">): PaidKind<P> => ({
+export const paid = <S extends z.ZodType>(kind: Omit<PaidKind<S>, "runs">): PaidKind<S> => ({
   runs: "paid",
   ...kind,
 });

@@ -17,9 +17,9 @@ interface Payer {
 }
 
 /** @returns the result @throws Uncertain when the request may have been sent without our knowing */
-export async function runPaid<P>(
-  kind: PaidKind<P>,
-  payload: P,
+export async function runPaid(
+  kind: PaidKind,
+  payload: unknown,
   context: Context,
   runner: Payer,
 ): Promise<unknown> {
@@ -30,9 +30,9 @@ export async function runPaid<P>(
   return await kind.collect(requestId, context);
 }
 
-async function send<P>(
-  kind: PaidKind<P>,
-  payload: P,
+async function send(
+  kind: PaidKind,
+  payload: unknown,
   context: Context,
   runner: Payer,
 ): Promise<string> {

@@ -38,9 +38,9 @@ addEventListener("unload", () => {
 });
 
 /** @returns the result; throws what ended the job otherwise, or the signal's reason when stopped */
-export async function runProcess<P>(
-  kind: ProcessKind<P>,
-  payload: P,
+export async function runProcess(
+  kind: ProcessKind,
+  payload: unknown,
   context: Context,
   workRoot?: string,
 ): Promise<unknown> {
@@ -88,8 +88,8 @@ async function storeOutputs(folder: string, context: Context): Promise<void> {
 }
 
 /** Starts the process, gives it its job, hears its lines, and sees it and its children end. */
-async function converse<P>(
-  kind: ProcessKind<P>,
+async function converse(
+  kind: ProcessKind,
   folder: string,
   input: string,
   context: Context,

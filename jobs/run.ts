@@ -3,10 +3,10 @@ import { codeOf, cut, describe, patient, unstorable, type Via } from "../db.ts";
 import { FileTooLarge, inputsOf, readFile, writeFile } from "../files.ts";
 import { type Job, type NewJob, type Outcome, settle } from "../queue.ts";
 import {
-  type Common,
   type Context,
   type InlineKind,
   issues,
+  type Kind,
   type Kinds,
   NotSent,
   PermanentFailure,
@@ -95,7 +95,7 @@ function contextOf(runner: Runner, job: Job, signal: AbortSignal, next: NewJob[]
 }
 
 /** A job's function cannot be killed; one that does not heed its signal is left behind. */
-async function runInline<P>(kind: InlineKind<P>, payload: P, context: Context): Promise<unknown> {
+async function runInline(kind: InlineKind, payload: unknown, context: Context): Promise<unknown> {
   const { signal } = context;
   let timer: ReturnType<typeof setTimeout> | undefined;
   let onAbort = () => {};
@@ -115,19 +115,26 @@ async function runInline<P>(kind: InlineKind<P>, payload: P, context: Context): 
 }
 
 function done({ id, attempt }: Job, result: unknown, next: NewJob[]): Outcome {
-  const bad = unstorable(result, "its result") ??
-    (byteLength(result) > MAX_RESULT_BYTES
-      ? `its result is larger than ${MAX_RESULT_BYTES} bytes of JSON: write a file instead`
-      : null);
-  if (bad) return { id, attempt, outcome: "failed", error: bad };
+  const error = problemWith(result);
+  if (error) return { id, attempt, outcome: "failed", error };
   return { id, attempt, outcome: "done", result, next };
 }
 
-const byteLength = (value: unknown) =>
-  new TextEncoder().encode(JSON.stringify(value) ?? "null").length;
+/** Why a result cannot be stored, or null. */
+function problemWith(result: unknown): string | null {
+  try {
+    const text = JSON.stringify(result) ?? "null";
+    if (new TextEncoder().encode(text).length > MAX_RESULT_BYTES) {
+      return `its result is larger than ${MAX_RESULT_BYTES} bytes of JSON: write a file instead`;
+    }
+    return unstorable(result, "its result");
+  } catch (error) {
+    return `its result is not JSON: ${describe(error)}`; // a circle, or a bigint
+  }
+}
 
 /** What the error that ended an attempt makes of the job. */
-function outcomeOf(error: unknown, job: Job, kind: Common<unknown>): Outcome | null {
+function outcomeOf(error: unknown, job: Job, kind: Kind): Outcome | null {
   const { id, attempt } = job;
   if (error instanceof Stop && error.why !== "timed out") {
     if (error.why === "lost") return null;

@@ -71,9 +71,9 @@ async function drain(sql: Pool, kinds: Kinds, most: number): Promise<Drained[]> 
       while (await queue.promote(sql) > 0);
       const { ready } = await queue.look(sql, null, names);
       if (ready.length === 0) return drained;
+      if (drained.length === most) throw new Error(`still not empty after ${most} jobs`);
       const claim = { worker, kinds: names, most: 1, leaseS: 3600, token: crypto.randomUUID() };
       for (const job of await queue.claim(sql, ready[0], claim)) {
-        if (drained.length === most) throw new Error(`still not empty after ${most} jobs`);
         const stop = new AbortController();
         const outcome = await run({ db, worker, kinds, maxFileBytes: Infinity }, job, stop.signal);
         if (outcome) await record(db, worker, outcome, stop.signal);

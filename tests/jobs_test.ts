@@ -1,0 +1,266 @@
+/** How kinds of job run to their outcome, in the test's own process. */
+import { assert, assertEquals, assertRejects, assertStringIncludes } from "@std/assert";
+import { connect, type Pool, schema, via } from "../db.ts";
+import { outputsOf, readFile, writeFile } from "../files.ts";
+import { PayloadError } from "../jobs/kind.ts";
+import * as queue from "../queue.ts";
+import { testDatabase } from "./database.ts";
+import { drainForTest, enqueue, enqueueMany, kinds, service } from "./kinds.ts";
+
+function test(name: string, body: (sql: Pool) => Promise<void>): void {
+  Deno.test(name, async () => {
+    await using database = await testDatabase();
+    const sql = connect(database.url, { max: 4 });
+    try {
+      await body(sql);
+    } finally {
+      await sql.end({ timeout: 1 });
+    }
+  });
+}
+
+async function jobs(sql: Pool): Promise<queue.JobView[]> {
+  const rows = await sql<{ id: string }[]>`select id::text from ${sql(schema)}.jobs order by id`;
+  return await queue.get(sql, rows.map((row) => row.id));
+}
+
+const bytes = (text: string) => new Blob([text]).stream() as ReadableStream<Uint8Array>;
+const text = (stream: ReadableStream<Uint8Array>) => new Response(stream).text();
+
+test("drainForTest runs what is due, and what that enqueues, and says how each ended", async (sql) => {
+  await enqueue(sql, "chain", 2);
+  await enqueue(sql, "echo", { later: true }, { delay_s: 3600 });
+  const drained = await drainForTest(sql);
+  assertEquals(drained.map(({ kind, outcome }) => [kind, outcome?.outcome]), [
+    ["chain", "done"],
+    ["chain", "done"],
+    ["chain", "done"],
+  ]);
+  assertEquals((await jobs(sql)).map((job) => [job.status, job.result]), [
+    ["done", 2],
+    ["scheduled", null],
+    ["done", 1],
+    ["done", 0],
+  ]);
+  await enqueue(sql, "chain", 99);
+  await assertRejects(() => drainForTest(sql, 10), Error, "still not empty after 10 jobs");
+});
+
+test("a payload is checked at enqueue, naming the field, and nothing is enqueued", async (sql) => {
+  const wrong = { message: 7 } as unknown as { message: string };
+  const good = { kind: "echo", payload: 1 } as const;
+  const error = await assertRejects(
+    () => enqueueMany(sql, [good, { kind: "throws", payload: wrong }]),
+    PayloadError,
+  );
+  assertStringIncludes(error.message, "payload.message: ");
+  const unknown = "nothing" as "echo";
+  await assertRejects(() => enqueue(sql, unknown, 1), PayloadError, 'unknown kind "nothing"');
+  await assertRejects(() => enqueue(sql, "toString" as "echo", 1), PayloadError, "unknown kind");
+  assertEquals(await jobs(sql), []);
+});
+
+Deno.test("the types of payloads are checked at compile time", () => {
+  const check = (sql: Pool) => {
+    enqueue(sql, "number", 1);
+    enqueue(sql, "throws", { message: "x" }, { priority: 1 });
+    // @ts-expect-error a number is wanted
+    enqueue(sql, "number", "1");
+    // @ts-expect-error message is missing
+    enqueue(sql, "throws", {});
+    // @ts-expect-error no such kind
+    enqueue(sql, "nothing", {});
+    // @ts-expect-error the payload of one kind is not that of another
+    enqueueMany(sql, [{ kind: "number", payload: { message: "x" } }]);
+  };
+  assert(check); // never called: what counts is that `deno check` wants the errors above
+});
+
+test("one that cannot run fails with a message, and leaves the others of its batch unharmed", async (sql) => {
+  // Some of them never came by the typed enqueue: old rows, other languages.
+  await queue.enqueue(sql, [
+    { kind: "echo", payload: 1 },
+    { kind: "number", payload: "not a number" },
+    { kind: "echo", payload: 2 },
+    ...["nul", "large", "surrogate", "circular", "bigint", "undefined"].map((payload) => ({
+      kind: "returns",
+      payload,
+    })),
+    { kind: "echo", payload: 3 },
+  ]);
+  await drainForTest(sql);
+  const all = await jobs(sql);
+  const failed = all.filter((job) => job.status === "failed").map((job) => job.error!);
+  assertStringIncludes(failed[0], "its payload does not fit its kind: payload: ");
+  assertEquals(failed[1], "its result.deep[0] contains a NUL character (\\u0000)");
+  assertEquals(failed[2], "its result is larger than 1048576 bytes of JSON: write a file instead");
+  assertEquals(failed[3], "its result contains half of a surrogate pair");
+  assertStringIncludes(failed[4], "its result is not JSON: ");
+  assertStringIncludes(failed[5], "its result is not JSON: ");
+  assertEquals(failed.length, 6);
+  assertEquals(all.filter((job) => job.status === "done").map((job) => job.result), [
+    1,
+    2,
+    null,
+    3,
+  ]);
+});
+
+test("a failure is tried again after its kind's backoff, as often as the kind says", async (sql) => {
+  const { id } = await enqueue(sql, "throws", { message: "flaky" });
+  await drainForTest(sql);
+  const [waiting] = await queue.get(sql, [id]);
+  assertEquals([waiting.status, waiting.failures, waiting.error], ["scheduled", 1, "flaky"]);
+  const [{ delay }] = await sql`select extract(epoch from due_at - now())::float8 as delay
+    from ${sql(schema)}.jobs where id = ${id}`;
+  assert(delay > 50 && delay < 67, `60 s, give or take a tenth, and not ${delay}`);
+  await sql`update ${sql(schema)}.jobs set due_at = now() where id = ${id}`;
+  await drainForTest(sql);
+  const [failed] = await queue.get(sql, [id]);
+  assertEquals([failed.status, failed.failures, failed.attempt], ["failed", 2, 2]);
+});
+
+test("a permanent failure is not tried again, and a snooze is no failure", async (sql) => {
+  await enqueue(sql, "throws", { message: "hopeless", permanent: true });
+  await enqueue(sql, "snoozes", null);
+  await drainForTest(sql);
+  const [failed, snoozed] = await jobs(sql);
+  assertEquals([failed.status, failed.attempt, failed.error], ["failed", 1, "hopeless"]);
+  assertEquals([snoozed.status, snoozed.failures, snoozed.result], ["done", 0, 1]);
+});
+
+test("a process gets its job on stdin and its files in a folder, and leaves files and a result", async (sql) => {
+  const one = await writeFile(via(sql), "../../etc/one.txt", bytes("first"), 100);
+  const two = await writeFile(via(sql), "two words.txt", bytes("second"), 100);
+  const copy = await enqueue(sql, "copy", {}, { files: [two.id, one.id] });
+  const { id } = await enqueue(sql, "stdin", { a: [1] }, { owner: "ada", files: [one.id] });
+  await drainForTest(sql);
+  const outputs = await outputsOf(via(sql), copy.id);
+  assertEquals(outputs.map((file) => file.name), ["0-copy.bin", "1-copy.bin"]);
+  assertEquals(await text(readFile(via(sql), outputs[0])), "second");
+  assertEquals(await text(readFile(via(sql), outputs[1])), "first");
+  const [job] = await queue.get(sql, [id]);
+  assertEquals(job.result, {
+    ...{ id, kind: "stdin", attempt: 1, owner: "ada", payload: { a: [1] } },
+    files: [{ name: "one.txt", path: "in/0/one.txt", media_type: "text/plain", bytes: 5 }],
+  });
+});
+
+test("a process sees none of the worker's secrets in its environment", async (sql) => {
+  Deno.env.set("SIDING_PLANTED_SECRET", "hush");
+  await enqueue(sql, "environment", {});
+  await drainForTest(sql);
+  const [job] = await jobs(sql);
+  const allowed = ["DENO_DIR", "HOME", "LANG", "PATH", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "_"];
+  const others = String(job.result).trim().split(" ").filter((name) => !allowed.includes(name));
+  assertEquals(others, []);
+});
+
+test("a process that misbehaves fails with a message that says how", async (sql) => {
+  const expected: Record<string, string> = {
+    exits:
+      "the process exited with code 137 without a result; the end of its stderr: first line\n" +
+      "no memory left",
+    silent: "the process exited with code 0 without a result",
+    chatty: "line 1 of the process's stdout is not JSON: hello",
+    array: "line 1 of the process's stdout is not a JSON object: [1]",
+    "wrong-stage": "line 1 of the process's stdout has neither stage, progress, result, error",
+    flood: "the process wrote a line of more than 1200000 bytes to stdout",
+    "large-result": "the process wrote a line of more than 1200000 bytes to stdout",
+    "nul-error": "a\ufffdb",
+    killed: "the process was ended by SIGKILL (out of memory?) without a result",
+    "error-line": "the tape is broken",
+    "closes-stdout": "timed out after 1 s",
+    overtime: "timed out after 1 s",
+    "no-such-program": "nowhere",
+  };
+  const names = Object.keys(expected) as (keyof typeof kinds)[];
+  await queue.enqueue(sql, names.map((kind) => ({ kind, payload: {} })));
+  await drainForTest(sql);
+  for (const job of await jobs(sql)) {
+    assertEquals(job.status, "failed", job.kind);
+    assertStringIncludes(job.error!, expected[job.kind], job.kind);
+  }
+});
+
+test("a process may snooze, enqueue what is next, and leave children or links behind", async (sql) => {
+  const ids: Record<string, string> = {};
+  for (const kind of ["retry-after", "next", "leaves-child", "links", "nul-stage"] as const) {
+    ids[kind] = (await enqueue(sql, kind, {})).id;
+  }
+  await drainForTest(sql);
+  const [snoozed, next, left, links, stage] = await queue.get(sql, Object.values(ids));
+  assertEquals([snoozed.status, snoozed.snoozes], ["scheduled", 1]);
+  assertEquals([next.status, left.status, left.result], ["done", "done", "left"]);
+  assertEquals((await jobs(sql)).find((job) => job.kind === "echo")?.result, 5);
+  assertEquals((await outputsOf(via(sql), links.id)).map((file) => file.name), ["x.txt"]);
+  assertEquals([stage.status, stage.result], ["done", 1]);
+});
+
+test("outputs over the size limit fail the job, and inputs over it are refused, keeping nothing", async (sql) => {
+  const error = await assertRejects(() =>
+    writeFile(via(sql), "big.wav", bytes("x".repeat(101)), 100)
+  );
+  assertStringIncludes(error.message, "big.wav is larger than 100 bytes (SIDING_MAX_FILE_BYTES)");
+  const [{ n }] = await sql`select count(*)::integer as n from ${sql(schema)}.files`;
+  assertEquals(n, 0);
+});
+
+test("paid work is sent once: intent first, then its id, and a saved id is resumed", async (sql) => {
+  Object.assign(service, { mood: "fine", sent: new Map(), charges: 0 });
+  const { id } = await enqueue(sql, "charge", {});
+  await drainForTest(sql);
+  const [job] = await queue.get(sql, [id]);
+  assertEquals([job.status, job.result], ["done", { collected: "request-1" }]);
+
+  // A worker died between the id and the result: the next one collects, and sends nothing.
+  const { id: second } = await enqueue(sql, "charge", {});
+  await sql`update ${sql(schema)}.jobs set request_key = gen_random_uuid(), sent_at = now(),
+    request_id = 'request-from-before' where id = ${second}`;
+  await drainForTest(sql);
+  assertEquals((await queue.get(sql, [second]))[0].result, { collected: "request-from-before" });
+  assertEquals(service.charges, 1);
+});
+
+test("paid work that was refused is tried again with its key; what may be charged waits in review", async (sql) => {
+  Object.assign(service, { mood: "refuse", sent: new Map(), charges: 0 });
+  const { id } = await enqueue(sql, "charge", {});
+  await assertRejects(() => drainForTest(sql, 1), Error, "still not empty after 1 jobs");
+  assertEquals((await queue.get(sql, [id]))[0].error, "the service is closed");
+  const key = async () =>
+    (await sql`select request_key as key from ${sql(schema)}.jobs where id = ${id}`)[0].key;
+  const before = await key();
+  await drainForTest(sql);
+  assertEquals([(await queue.get(sql, [id]))[0].status, await key()], ["done", before]);
+  assertEquals(service.charges, 1);
+
+  // Charged, but the reply was lost: its service knows the key.
+  service.mood = "charge-and-vanish";
+  const { id: looked } = await enqueue(sql, "charge", {});
+  await drainForTest(sql);
+  assertEquals((await queue.get(sql, [looked]))[0].result, { collected: "request-2" });
+
+  // Nobody knows: a person decides, or the id arrives late.
+  service.mood = "vanish";
+  const { id: uncertain } = await enqueue(sql, "charge", {});
+  await drainForTest(sql);
+  const [job] = await queue.get(sql, [uncertain]);
+  assertEquals(job.status, "review");
+  assertStringIncludes(
+    job.error!,
+    "it is not known whether the request was sent: connection reset",
+  );
+  assertEquals(await queue.cancel(sql, uncertain), "review");
+  const [{ request_key }] = await sql`select request_key from ${
+    sql(schema)
+  }.jobs where id = ${uncertain}`;
+  assert(await queue.saveRequest(sql, request_key, "request-late"));
+  assertEquals(
+    await queue.saveRequest(sql, request_key, "another"),
+    false,
+    "from null to an id only",
+  );
+  await drainForTest(sql);
+  assertEquals((await queue.get(sql, [uncertain]))[0].result, { collected: "request-late" });
+  assertEquals(service.charges, 2);
+});
