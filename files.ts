@@ -75,10 +75,14 @@ export async function writeFile(
       throw new FileTooLarge(`${base} is larger than ${maxBytes} bytes (SIDING_MAX_FILE_BYTES)`);
     }
     const at = number++;
+    // The driver would send bytes as hexadecimal text, half as long again as base64.
+    const base64 = chunk.toBase64();
     // A repeated chunk is the same chunk: the reply to the first may have been lost.
     await db.run((sql) =>
       sql`
-      insert into ${sql(schema)}.file_chunks (file_id, number, data) values (${id}, ${at}, ${chunk})
+      insert into ${
+        sql(schema)
+      }.file_chunks (file_id, number, data) values (${id}, ${at}, decode(${base64}, 'base64'))
       on conflict do nothing`
     );
   }
@@ -104,11 +108,13 @@ export function readFile(
       if (number * CHUNK_BYTES >= bytes) return controller.close();
       const at = number++;
       const [row] = await db.run((sql) =>
-        sql<{ data: Uint8Array }[]>`
-        select data from ${sql(schema)}.file_chunks where file_id = ${id} and number = ${at}`
+        sql<{ base64: string }[]>`
+        select encode(data, 'base64') as base64 from ${
+          sql(schema)
+        }.file_chunks where file_id = ${id} and number = ${at}`
       );
       if (!row) throw new Error(`file ${id} is gone: its chunk ${at} is missing`);
-      controller.enqueue(row.data);
+      controller.enqueue(Uint8Array.fromBase64(row.base64));
     },
   }, { highWaterMark: 1 });
 }

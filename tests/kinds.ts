@@ -71,6 +71,11 @@ export const kinds = {
       }),
   }),
 
+  /** Runs until the file that its payload names is gone. */
+  until: shell(`
+    path=$(sed 's/.*"gone":"\\([^"]*\\)".*/\\1/')
+    while [ -e "$path" ]; do sleep 0.05; done
+    echo '{"result": "went on to the end"}'`),
   /** Copies its input files to outputs, and says how long they are. */
   copy: shell(`
     cat > job.json

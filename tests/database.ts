@@ -1,0 +1,110 @@
+/**
+ * What the tests share: a database of their own, and waiting for a condition.
+ *
+ * The server is the one of DATABASE_URL_TEST (`deno task test` sets it, as does CI). Without that
+ * an embedded one is started for the test file, so that `deno test -A tests/queue_test.ts` works
+ * by hand.
+ */
+import postgres from "postgres";
+import { startPostgres } from "../dev/postgres.ts";
+import { migrate } from "../migrate.ts";
+
+/** A database of its own for a test; dropped when disposed of. */
+export interface TestDatabase extends AsyncDisposable {
+  url: string;
+}
+
+// Started as the file is loaded, not in a test: no test's own resources include it. It ends with
+// us.
+const adminUrl = Deno.env.get("DATABASE_URL_TEST") || (await startPostgres()).url;
+const migrations = new URL("../migrations/", import.meta.url);
+let template: Promise<string> | undefined;
+
+/** Makes a database with all migrations applied and nothing in it. */
+export async function testDatabase(): Promise<TestDatabase> {
+  return await copyOf(await (template ??= migratedTemplate()));
+}
+
+/** Makes a database with nothing in it, not even migrations. */
+export async function emptyDatabase(): Promise<TestDatabase> {
+  return await copyOf("template0");
+}
+
+async function copyOf(source: string): Promise<TestDatabase> {
+  const name = `siding_test_${crypto.randomUUID().replaceAll("-", "")}`;
+  // Copying the files takes 40 ms, writing all of it to the log (the default) 170.
+  await withAdmin((sql) =>
+    sql`create database ${sql(name)} template ${sql(source)} strategy file_copy`
+  );
+  return {
+    url: urlOf(name),
+    async [Symbol.asyncDispose]() {
+      await withAdmin((sql) => sql`drop database ${sql(name)} with (force)`);
+    },
+  };
+}
+
+/**
+ * Asks every 20 ms until `condition` is truthy, and returns what it was. Fails, naming `what`,
+ * when that is not so within `timeoutMs`; an error of the condition's own fails at once.
+ */
+export async function waitFor<T>(
+  condition: () => T | Promise<T>,
+  what: string,
+  { timeoutMs = 20_000 }: { timeoutMs?: number } = {},
+): Promise<Exclude<T, undefined | null | false | 0 | "">> {
+  const deadline = performance.now() + timeoutMs;
+  for (;;) {
+    const value = await condition();
+    if (value) return value as Exclude<T, undefined | null | false | 0 | "">;
+    if (performance.now() > deadline) throw new Error(`Waited ${timeoutMs} ms for ${what}`);
+    await new Promise((resolve) => setTimeout(resolve, 20));
+  }
+}
+
+/** The database that is copied for each test: made once per server and state of the migrations. */
+async function migratedTemplate(): Promise<string> {
+  const name = `siding_template_${await migrationsHash()}`;
+  await withAdmin(async (sql) => {
+    // Test processes that start together wait here for the first. The lock goes with the
+    // connection.
+    await sql`select pg_advisory_lock(hashtextextended('siding_template', 0))`;
+    const [known] =
+      await sql`select datistemplate as complete from pg_database where datname = ${name}`;
+    if (known?.complete) return;
+    await sql`drop database if exists ${sql(name)} with (force)`;
+    await sql`create database ${sql(name)}`;
+    await migrate(urlOf(name));
+    // The mark that it is complete. Nobody connects from here on: a database in use can't be
+    // copied.
+    await sql`alter database ${sql(name)} with is_template true allow_connections false`;
+  });
+  return name;
+}
+
+async function migrationsHash(): Promise<string> {
+  const names = [...Deno.readDirSync(migrations)].map((entry) => entry.name).sort();
+  const texts = names.map((name) => name + "\0" + Deno.readTextFileSync(new URL(name, migrations)));
+  const hash = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(texts.join("\0")));
+  return new Uint8Array(hash).toHex().slice(0, 16);
+}
+
+async function withAdmin(action: (sql: postgres.Sql) => Promise<unknown>): Promise<void> {
+  const sql = postgres(adminUrl, {
+    max: 1,
+    fetch_types: false,
+    onnotice: () => {},
+    connection: { lock_timeout: 60_000 },
+  });
+  try {
+    await action(sql);
+  } finally {
+    await sql.end();
+  }
+}
+
+function urlOf(database: string): string {
+  const url = new URL(adminUrl);
+  url.pathname = `/${database}`;
+  return url.href;
+}

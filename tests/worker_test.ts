@@ -1,0 +1,362 @@
+/** Workers as real processes: what they do with jobs, signals, lost databases and each other. */
+import { assert, assertEquals, assertStringIncludes } from "@std/assert";
+import { connect, type Pool, schema, via } from "../db.ts";
+import { outputsOf, writeFile } from "../files.ts";
+import * as queue from "../queue.ts";
+import { testDatabase, waitFor } from "./database.ts";
+import { enqueue, enqueueMany } from "./kinds.ts";
+import { isAlive, startWorker } from "./processes.ts";
+import { startProxy } from "./proxy.ts";
+
+function test(name: string, body: (sql: Pool, url: string) => Promise<void>): void {
+  Deno.test(name, async () => {
+    await using database = await testDatabase();
+    const sql = connect(database.url, { max: 4 });
+    try {
+      await body(sql, database.url);
+    } finally {
+      await sql.end({ timeout: 1 });
+    }
+  });
+}
+
+async function jobOf(sql: Pool, { id }: { id: string }): Promise<queue.JobView> {
+  return (await queue.get(sql, [id]))[0];
+}
+
+/** Waits until a job is in a state. */
+const reaches = (sql: Pool, entry: { id: string }, status: queue.Status) =>
+  waitFor(async () => {
+    const job = await jobOf(sql, entry);
+    return job.status === status && job;
+  }, `job ${entry.id} to be ${status}`);
+
+/** Enqueues a job whose process says its pid, its child's and its folder, and waits until it runs. */
+async function runForking(sql: Pool, kind: "forks" | "stubborn" = "forks") {
+  const path = await Deno.makeTempFile();
+  const entry = await enqueue(sql, kind, { pids: path });
+  const pids = async () => (await Deno.readTextFile(path)).trim();
+  const said = await waitFor(pids, "the job's process to run");
+  const [pid, child, folder] = said.split(" ");
+  await Deno.remove(path);
+  return { entry, pids: [Number(pid), Number(child)], folder };
+}
+
+const gone = (pids: number[]) => waitFor(() => !pids.some(isAlive), "the job's processes to end");
+const isFolder = (path: string) => Deno.stat(path).then((info) => info.isDirectory, () => false);
+
+test(
+  "a worker runs what is enqueued, files in and out, and says its stages on the way",
+  async (sql, url) => {
+    await using _ = startWorker(url);
+    const file = await writeFile(via(sql), "a.bin", new Blob(["content"]).stream(), 100);
+    const copy = await enqueue(sql, "copy", {}, { files: [file.id] });
+    const done = await reaches(sql, copy, "done");
+    assertEquals([done.attempt, done.result], [1, { files: 1 }]);
+    assertEquals((await outputsOf(via(sql), copy.id)).map((f) => f.bytes), [7]);
+    const waits = await enqueue(sql, "waits", null);
+    const stage = await waitFor(async () => (await jobOf(sql, waits)).stage, "its stage");
+    assertEquals([stage, (await jobOf(sql, waits)).progress], ["waiting", 0.5]);
+  },
+);
+
+test(
+  "a worker runs as many jobs at once as it is told, and only its queues and kinds",
+  async (sql, url) => {
+    await queue.setQueue(sql, "other");
+    const mine = await enqueueMany(
+      sql,
+      Array.from({ length: 4 }, () => ({ kind: "waits", payload: 0 })),
+    );
+    const elsewhere = await enqueue(sql, "waits", 0, { queue: "other" });
+    const another = await enqueue(sql, "echo", 0);
+    await using _ = startWorker(url, [
+      "--concurrency",
+      "3",
+      "--queues",
+      "default",
+      "--kinds",
+      "waits",
+    ]);
+    await waitFor(async () => {
+      const jobs = await queue.get(sql, mine.map((entry) => entry.id));
+      return jobs.filter((job) => job.status === "running").length === 3;
+    }, "three to run");
+    await queue.cancel(sql, mine[0].id);
+    await waitFor(
+      async () => (await jobOf(sql, mine[3])).status === "running",
+      "the fourth to run",
+    );
+    for (const entry of [elsewhere, another]) {
+      assertEquals(
+        (await jobOf(sql, entry)).status,
+        "queued",
+      );
+    }
+  },
+);
+
+test(
+  "a batch with jobs that cannot run leaves the others, and the worker, unharmed",
+  async (sql, url) => {
+    const bad = [
+      "exits",
+      "killed",
+      "chatty",
+      "flood",
+      "nul-error",
+      "large-result",
+      "no-such-program",
+    ];
+    const entries = await queue.enqueue(sql, [
+      { kind: "echo", payload: 1 },
+      ...bad.map((kind) => ({ kind, payload: {} })),
+      { kind: "number", payload: "x" },
+      { kind: "returns", payload: "nul" },
+      { kind: "nul-stage", payload: {} },
+      { kind: "echo", payload: 2 },
+    ]);
+    await using worker = startWorker(url, ["--concurrency", "20"]);
+    const jobs = await waitFor(async () => {
+      const jobs = await queue.get(sql, entries.map((entry) => entry.id));
+      return jobs.every((job) => job.finished_at) && jobs;
+    }, "all to end");
+    assertEquals(jobs.filter((job) => job.status === "done").map((job) => job.result), [1, 1, 2]);
+    for (const job of jobs) assert(job.status === "done" || job.error, job.kind);
+    assertEquals(jobs.map((job) => job.attempt), jobs.map(() => 1));
+    assert(isAlive(worker.pid));
+  },
+);
+
+test(
+  "a job whose worker is killed is taken back once its lease is over, and runs elsewhere",
+  async (sql, url) => {
+    const first = startWorker(url);
+    const { entry, pids, folder } = await runForking(sql);
+    first.kill("SIGKILL");
+    await first.ended;
+    await using _second = startWorker(url, ["--kinds", "forks"]);
+    await waitFor(async () => (await jobOf(sql, entry)).attempt === 2, "the second attempt");
+    const job = await jobOf(sql, entry);
+    assertEquals([job.crashes, job.releases, job.failures], [1, 0, 0]);
+    for (const pid of pids) if (isAlive(pid)) Deno.kill(pid, "SIGKILL"); // its guard is yet to come
+    await Deno.remove(folder, { recursive: true });
+  },
+);
+
+test("SIGTERM claims nothing more and lets a job end that can", async (sql, url) => {
+  await using worker = startWorker(url);
+  const go = await Deno.makeTempFile();
+  const running = await enqueue(sql, "until", { gone: go });
+  await reaches(sql, running, "running");
+  const later = await enqueue(sql, "echo", 0);
+  worker.kill("SIGTERM");
+  await waitFor(() => worker.log().includes("stopping"), "the worker to stop claiming");
+  await Deno.remove(go);
+  assertEquals(await worker.ended, 0);
+  assertEquals((await jobOf(sql, running)).result, "went on to the end");
+  assertEquals((await jobOf(sql, later)).status, "queued");
+  const rows = await sql`select from ${sql(schema)}.processes`;
+  assertEquals(rows.length, 0, "its row is gone");
+});
+
+test(
+  "a job that outlasts the drain time is back in its place at once, its processes ended",
+  async (sql, url) => {
+    await using worker = startWorker(url, ["--drain-s", "0", "--lease-s", "600"]);
+    const { entry, pids, folder } = await runForking(sql);
+    const before = await jobOf(sql, entry);
+    worker.kill("SIGTERM");
+    assertEquals(await worker.ended, 0);
+    const job = await jobOf(sql, entry);
+    assertEquals([job.status, job.releases, job.crashes], ["queued", 1, 0]);
+    assertEquals([job.due_at, job.error], [before.due_at, "its worker was stopped"]);
+    await gone(pids);
+    assertEquals(await isFolder(folder), false);
+  },
+);
+
+for (const signal of ["SIGTERM", "SIGINT"] as const) {
+  test(`a second signal (${signal}) ends the worker and its jobs at once`, async (sql, url) => {
+    await using worker = startWorker(url, ["--drain-s", "600"]);
+    const { pids, folder } = await runForking(sql, "stubborn");
+    worker.kill(signal);
+    await waitFor(() => worker.log().includes("stopping"), "the first signal to be heard");
+    worker.kill(signal);
+    assertEquals(await worker.ended, 130);
+    await gone(pids);
+    assertEquals(await isFolder(folder), false);
+  });
+}
+
+test(
+  "a cancelled job's process and its children are ended, and its folder goes",
+  async (sql, url) => {
+    await using worker = startWorker(url, ["--lease-s", "600"]);
+    const { entry, pids, folder } = await runForking(sql);
+    assertEquals(await queue.cancel(sql, entry.id), "running");
+    await reaches(sql, entry, "cancelled");
+    await gone(pids);
+    assertEquals(await isFolder(folder), false);
+    assert(isAlive(worker.pid));
+  },
+);
+
+test("a process that ignores SIGTERM is killed", async (sql, url) => {
+  await using _ = startWorker(url, ["--lease-s", "600"]);
+  const { entry, pids } = await runForking(sql, "stubborn");
+  await queue.cancel(sql, entry.id);
+  await reaches(sql, entry, "cancelled");
+  await gone(pids);
+});
+
+test("a worker that finds its job given away kills it and writes nothing", async (sql, url) => {
+  await using worker = startWorker(url, ["--lease-s", "600"]);
+  const { entry, pids } = await runForking(sql);
+  const thief = crypto.randomUUID();
+  await sql`update ${sql(schema)}.jobs set worker_id = ${thief}, attempt = attempt + 1
+    where id = ${entry.id}`;
+  const before = await jobOf(sql, entry);
+  await gone(pids);
+  await waitFor(
+    () => worker.log().includes("is lost: somebody else has it"),
+    "the worker to see it",
+  );
+  assertEquals(await jobOf(sql, entry), before);
+});
+
+test("a worker that was taken for dead, its row removed, ends itself with 1", async (sql, url) => {
+  await using worker = startWorker(url);
+  const { pids } = await runForking(sql);
+  await sql`delete from ${sql(schema)}.processes`;
+  assertEquals(await worker.ended, 1);
+  await gone(pids);
+});
+
+test(
+  "a claim whose reply was lost is found at the next heartbeat and given back",
+  async (sql, url) => {
+    await using worker = startWorker(url, ["--lease-s", "600", "--kinds", "waits"]);
+    const [{ boot_id }] = await waitFor(async () => {
+      const rows = await sql`select boot_id from ${sql(schema)}.processes`;
+      return rows.length === 1 && rows;
+    }, "the worker to register");
+    const entry = await enqueue(sql, "echo", 1);
+    const lost = {
+      worker: boot_id,
+      kinds: ["echo"],
+      most: 1,
+      leaseS: 600,
+      token: crypto.randomUUID(),
+    };
+    await queue.claim(sql, { queue: "default", claim: "skip_locked" }, lost);
+    const job = await reaches(sql, entry, "queued");
+    assertEquals([job.attempt, job.releases, job.crashes], [1, 1, 0]);
+    assertStringIncludes(worker.log(), "whose reply was lost");
+  },
+);
+
+test(
+  "a worker goes on after the database was away for a moment, and so does its job",
+  async (sql, url) => {
+    await using proxy = startProxy(url);
+    await using worker = startWorker(proxy.url, ["--lease-s", "600"]);
+    const go = await Deno.makeTempFile();
+    const entry = await enqueue(sql, "until", { gone: go });
+    await reaches(sql, entry, "running");
+    proxy.cut();
+    await waitFor(() => /heartbeat: .*ECONNREFUSED/.test(worker.log()), "the outage to be seen");
+    await Deno.remove(go); // the job ends while its result cannot be written
+    proxy.mend();
+    const job = await reaches(sql, entry, "done");
+    assertEquals([job.attempt, job.result], [1, "went on to the end"]);
+    await reaches(sql, await enqueue(sql, "echo", 1), "done");
+  },
+);
+
+for (const how of ["cut", "silence"] as const) {
+  test(
+    `a job whose lease cannot be renewed is stopped in time, and is nobody's crash (${how})`,
+    async (sql, url) => {
+      await using proxy = startProxy(url);
+      const flags = ["--lease-s", "3", "--statement-limit-ms", "500"];
+      await using worker = startWorker(proxy.url, flags);
+      const { entry, pids } = await runForking(sql);
+      proxy[how]();
+      await gone(pids);
+      const [{ left }] = await sql`select extract(epoch from lease_until - now())::float8 as left
+      from ${sql(schema)}.jobs where id = ${entry.id}`;
+      assert(left > 0, `stopped ${-left} s after its lease`);
+      await waitFor(async () => {
+        const [{ out }] = await sql`select lease_until < now() as out from ${sql(schema)}.jobs
+        where id = ${entry.id}`;
+        return out;
+      }, "the lease to run out");
+      proxy.mend();
+      await waitFor(async () => (await jobOf(sql, entry)).attempt === 2, "the job to run again");
+      const job = await jobOf(sql, entry);
+      assertEquals([job.releases, job.crashes], [1, 0]);
+      assert(isAlive(worker.pid));
+    },
+  );
+}
+
+test("a worker whose clock is ten minutes off changes nothing", async (sql, url) => {
+  const skew = (ms: number) => {
+    const code = `const N = Date.now; Date.now = () => N() + ${ms};
+      globalThis.Date = class extends Date { constructor(...a) { a.length ? super(...a) : super(N() + ${ms}); } };`;
+    return ["--preload", `data:text/javascript,${encodeURIComponent(code)}`];
+  };
+  const later = await enqueue(sql, "echo", 0, { delay_s: 300 });
+  await using _early = startWorker(url, [], skew(600_000));
+  await using _late = startWorker(url, [], skew(-600_000));
+  const waits = await enqueue(sql, "waits", 0);
+  await waitFor(async () => {
+    const [{ n }] = await sql`select count(*)::integer as n from ${sql(schema)}.processes`;
+    return n === 2;
+  }, "both to register");
+  const entries = await enqueueMany(
+    sql,
+    Array.from({ length: 6 }, () => ({ kind: "echo", payload: 1 })),
+  );
+  for (const entry of entries) await reaches(sql, entry, "done");
+  // Longer than a lease of 3 s, and several recoveries.
+  const [{ until }] = await sql`select now() + interval '4 s' as until`;
+  await waitFor(async () => (await sql`select now() > ${until} as yes`)[0].yes, "a lease's time");
+  const job = await jobOf(sql, waits);
+  assertEquals([job.status, job.attempt, job.crashes], ["running", 1, 0]);
+  assertEquals((await jobOf(sql, later)).status, "scheduled");
+});
+
+test(
+  "200 MB go through a worker and a process without staying in the worker's memory",
+  async (sql, url) => {
+    await using worker = startWorker(url, ["--lease-s", "600"]);
+    await reaches(sql, await enqueue(sql, "echo", 1), "done");
+    const rss = () =>
+      Number(Deno.readTextFileSync(`/proc/${worker.pid}/statm`).split(" ")[1]) * 4096;
+    const before = rss();
+    let peak = before;
+    const block = new Uint8Array(1 << 20).fill(7);
+    let blocks = 0;
+    const content = new ReadableStream<Uint8Array>({
+      pull(controller) {
+        if (blocks++ < 200) controller.enqueue(block);
+        else controller.close();
+      },
+    });
+    const file = await writeFile(via(sql), "large.bin", content, 500_000_000);
+    const entry = await enqueue(sql, "copy", {}, { files: [file.id] });
+    await waitFor(
+      async () => {
+        peak = Math.max(peak, rss());
+        return (await jobOf(sql, entry)).status === "done";
+      },
+      "the copy",
+      { timeoutMs: 60_000 },
+    );
+    assertEquals((await outputsOf(via(sql), entry.id))[0].bytes, 200 << 20);
+    const grown = (peak - before) / (1 << 20);
+    assert(grown < 100, `the worker grew by ${grown.toFixed(0)} MiB`);
+  },
+);
