@@ -61,10 +61,10 @@ const nameList = (help: string): Setting<string[] | null> => ({
   help,
 });
 /** A switch; as a flag it takes no value. */
-export const yes = (help: string): Setting<boolean> => ({
+export const yes = (help: string, fallback = false): Setting<boolean> => ({
   parse: (value) => checked(z.enum(["true", "false", "1", "0"]))(value) in { true: 1, "1": 1 },
   rule: "it must be true or false",
-  fallback: false,
+  fallback,
   help,
   boolean: true,
 });
@@ -90,7 +90,7 @@ export const settings = {
     parse: checked(z.string().regex(/^postgres(ql)?:\/\//)),
     rule: "it must begin with postgres://",
   },
-  noPrepare: yes("send no prepared statements, for PgBouncer before 1.21"),
+  prepare: yes("prepare statements; false for PgBouncer before 1.21", true),
   statementLimitMs: int(20_000, 100, 600_000, "give up on a statement's reply after this"),
   concurrency: int(1, 1, 1000, "jobs at a time"),
   queues: nameList("work these queues only"),
@@ -145,7 +145,7 @@ export function configuration<S extends Record<string, Setting<unknown>>>(
 ): Values<S> & { rest: string[] } {
   const flagOf = new Map(Object.keys(spec).map((name) => [kebab(name), name]));
   const unknown: string[] = [];
-  const parsed = parseArgs(args, {
+  const parsed = parseArgs(withValues(args, (flag) => spec[flagOf.get(flag) ?? ""]), {
     string: [...flagOf].filter(([, name]) => !spec[name].boolean).map(([flag]) => flag),
     boolean: ["help", "version", ...[...flagOf].filter(([, n]) => spec[n].boolean).map(([f]) => f)],
     collect: [...flagOf].filter(([, name]) => spec[name].many).map(([flag]) => flag),
@@ -188,6 +188,27 @@ export function configuration<S extends Record<string, Setting<unknown>>>(
     }
   }
   return values as Values<S> & { rest: string[] };
+}
+
+/** Ties each flag to its value, which may begin with a dash, such as -3. */
+function withValues(
+  args: readonly string[],
+  find: (flag: string) => Setting<unknown> | undefined,
+): string[] {
+  const tied: string[] = [];
+  for (let i = 0; i < args.length; i++) {
+    const setting = args[i].startsWith("--") ? find(args[i].slice(2)) : undefined;
+    if (!setting || setting.boolean) {
+      tied.push(args[i]);
+      continue;
+    }
+    const value = args[i + 1];
+    if (value === undefined || /^--[a-z]/.test(value)) {
+      throw new UsageError(`${args[i]} wants a value`);
+    }
+    tied.push(`${args[i++]}=${value}`);
+  }
+  return tied;
 }
 
 function helpText(program: Program, spec: Record<string, Setting<unknown>>): string {

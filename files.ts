@@ -5,7 +5,7 @@
  * job takes it as an input, or the attempt that wrote it finishes its job, it is loose, and the
  * sweep removes it after an hour: a writer may die anywhere here and leave nothing for good.
  */
-import { cut, schema, type Via } from "./db.ts";
+import { cut, type Pool, schema, type Via } from "./db.ts";
 import type { Claimed } from "./queue.ts";
 
 /** Bytes of a chunk. */
@@ -121,24 +121,24 @@ export function readFile(
 
 /** A job's input files, in the order given at its enqueue. */
 export async function inputsOf(db: Via, jobId: string): Promise<FileInfo[]> {
-  return await db.run((sql) =>
+  return await list(db, (sql) =>
     sql<FileInfo[]>`
     select f.id::text, f.name, f.media_type, f.bytes::float8 as bytes
     from ${sql(schema)}.job_inputs i join ${sql(schema)}.files f on f.id = i.file_id
-    where i.job_id = ${jobId} order by i.position`
-  );
+    where i.job_id = ${jobId} order by i.position`);
 }
 
 /** A job's output files: those of the attempt that finished it. */
 export async function outputsOf(db: Via, jobId: string): Promise<FileInfo[]> {
-  return await db.run((sql) =>
+  return await list(db, (sql) =>
     sql<FileInfo[]>`
     select f.id::text, f.name, f.media_type, f.bytes::float8 as bytes
     from ${sql(schema)}.files f join ${sql(schema)}.jobs j on j.id = f.job_id
     where f.job_id = ${jobId} and f.attempt = j.attempt and f.kept and j.status = 'done'
-    order by f.name, f.id`
-  );
+    order by f.name, f.id`);
 }
+
+const list = async (db: Via, f: (sql: Pool) => Promise<FileInfo[]>) => Array.from(await db.run(f));
 
 /** The last part of a path, without what could be one or would not show; at most 255 characters. */
 export function baseName(name: string): string {

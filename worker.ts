@@ -39,13 +39,13 @@ const program = {
   summary: "Claims jobs, runs them, and takes back what silent workers left.",
   example: "DATABASE_URL=postgres://… deno task worker --concurrency 2 --queues default",
 };
-const { databaseUrl, noPrepare, statementLimitMs, concurrency, queues, kinds, pollMaxMs } =
+const { databaseUrl, prepare, statementLimitMs, concurrency, queues, kinds, pollMaxMs } =
   config.settings;
 const { heartbeatMs, leaseS, recoverMs, drainS, maxCrashes, unknownKindS, retentionS } =
   config.settings;
 const { fileGraceS, maxFileBytes, jobs, logLevel } = config.settings;
 const spec = {
-  ...{ databaseUrl, noPrepare, statementLimitMs, concurrency, queues, kinds, pollMaxMs },
+  ...{ databaseUrl, prepare, statementLimitMs, concurrency, queues, kinds, pollMaxMs },
   ...{ heartbeatMs, leaseS, recoverMs, drainS, maxCrashes, unknownKindS, retentionS },
   ...{ fileGraceS, maxFileBytes, jobs, logLevel },
 };
@@ -121,7 +121,7 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
   if (missing) throw new config.UsageError(`--kinds names "${missing}", which jobs.ts has not`);
 
   const name = Deno.env.get("RAILWAY_REPLICA_ID") ?? `${hostname()}-${Deno.pid}`;
-  const options = { name: "siding worker", prepare: !settings.noPrepare };
+  const options = { name: "siding worker", prepare: settings.prepare };
   const db = new Database(url, { ...options, max: 3 }, settings.statementLimitMs);
   const pulse = new Database(url, { ...options, max: 1 }, settings.statementLimitMs);
   const start = patient(db, signal, START_MS);
