@@ -1,0 +1,127 @@
+/**
+ * `deno task test`: the whole suite. On the server of DATABASE_URL_TEST if that is set; otherwise
+ * on an embedded PostgreSQL 18, and what depends on the server also on each one that is installed
+ * (Debian's packages).
+ *
+ * Arguments go on to `deno test`: `deno task test tests/queue_test.ts --filter claim`. The last
+ * line is `N passed, N failed`, with `, N skipped` if any were. Exits 1 when a test failed, when
+ * none ran, or when `deno test` failed for any other reason (counted as one failed); else 0.
+ */
+import { basename } from "node:path";
+import postgres from "postgres";
+import { installedPostgres, startPostgres } from "../dev/postgres.ts";
+
+/**
+ * Test files that run at once. More than the two cores of CI make tests with time limits
+ * unsteady.
+ */
+const JOBS = 2;
+
+/** Tests of what a server of another version could do differently: these run on every server. */
+const SERVER_DEPENDENT = [
+  "claim_test.ts",
+  "files_test.ts",
+  "migrate_test.ts",
+  "queue_test.ts",
+  "worker_test.ts",
+];
+
+/** How the report joins the name of a step to that of its test. */
+const STEP = " &gt; ";
+
+interface Counts {
+  passed: number;
+  failed: number;
+  skipped: number;
+}
+
+async function main(args: string[]): Promise<number> {
+  const isFile = (arg: string) => arg.endsWith("_test.ts");
+  const flags = args.filter((arg) => !isFile(arg));
+  const files = args.some(isFile) ? args.filter(isFile) : testFiles();
+  const counts: Counts[] = [];
+
+  const given = Deno.env.get("DATABASE_URL_TEST");
+  if (given) {
+    counts.push(await runOn(given, files, flags));
+  } else {
+    {
+      await using server = await startPostgres();
+      counts.push(await runOn(server.url, files, flags));
+    }
+    const dependent = files.filter((file) => SERVER_DEPENDENT.includes(basename(file)));
+    for (const { binDir } of dependent.length ? installedPostgres() : []) {
+      await using server = await startPostgres({ binDir });
+      counts.push(await runOn(server.url, dependent, flags));
+    }
+  }
+
+  const sum = (key: keyof Counts) => counts.reduce((total, count) => total + count[key], 0);
+  const [passed, failed, skipped] = [sum("passed"), sum("failed"), sum("skipped")];
+  if (passed + failed === 0) console.log("No test ran");
+  console.log(`${passed} passed, ${failed} failed` + (skipped ? `, ${skipped} skipped` : ""));
+  return failed || !passed ? 1 : 0;
+}
+
+/** Runs the files in one `deno test` on the server at `url`, and says what came of it. */
+async function runOn(url: string, files: string[], flags: string[]): Promise<Counts> {
+  console.log(`\n${files.length} test files on PostgreSQL ${await versionOf(url)}`);
+  const report = await Deno.makeTempFile({ prefix: "siding-tests-", suffix: ".xml" });
+  try {
+    const { code } = await new Deno.Command(Deno.execPath(), {
+      args: [
+        ...["test", "-A", "--frozen", "--parallel", "--sanitize-ops", "--sanitize-resources"],
+        ...[`--junit-path=${report}`, ...flags, ...files],
+      ],
+      env: { DATABASE_URL_TEST: url, DENO_JOBS: String(JOBS) },
+    }).spawn().status;
+    const counts = countsOf(await Deno.readTextFile(report));
+    if (code !== 0 && counts.failed === 0) {
+      console.log(
+        `deno test ended with exit code ${code} though no test failed: counted as failed`,
+      );
+      counts.failed = 1;
+    }
+    return counts;
+  } finally {
+    await Deno.remove(report);
+  }
+}
+
+/**
+ * Counts the tests in a JUnit report, as Deno's own summary does: without the steps, which are
+ * `<test> > <step>`, and without those that a filter left out, which have no time.
+ */
+export function countsOf(report: string): Counts {
+  const counts = { passed: 0, failed: 0, skipped: 0 };
+  for (const [suite] of report.matchAll(/<testsuite .*?<\/testsuite>/gs)) {
+    const cases = [...suite.matchAll(/<testcase name="([^"]*)"([^>]*)>(.*?)<\/testcase>/gs)];
+    const names = new Set(cases.map(([, name]) => name));
+    for (const [, name, attributes, content] of cases) {
+      const parent = name.slice(0, Math.max(0, name.lastIndexOf(STEP)));
+      if (names.has(parent) || !attributes.includes(" time=")) continue;
+      const outcome = content.trimStart();
+      if (outcome.startsWith("<skipped")) counts.skipped++;
+      else if (outcome.startsWith("<failure") || outcome.startsWith("<error")) counts.failed++;
+      else counts.passed++;
+    }
+  }
+  return counts;
+}
+
+async function versionOf(url: string): Promise<string> {
+  const sql = postgres(url, { max: 1 });
+  try {
+    const [{ server_version }] = await sql`show server_version`;
+    return server_version;
+  } finally {
+    await sql.end();
+  }
+}
+
+function testFiles(): string[] {
+  return [...Deno.readDirSync("tests")].map(({ name }) => name)
+    .filter((name) => name.endsWith("_test.ts")).sort().map((name) => `tests/${name}`);
+}
+
+if (import.meta.main) Deno.exit(await main(Deno.args));
