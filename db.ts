@@ -65,8 +65,10 @@ export class StatementTimeout extends Error {
 
 /**
  * A pool whose statements end in time. The driver lets a statement pend for ever when its peer is
- * frozen or gone without a word (porsager/postgres #1089), so the limit is kept here: after it the
- * pool is thrown away, whatever else was under way on it fails too, and the next call connects anew.
+ * frozen or gone without a word (porsager/postgres #1089), so the limit is kept here. And it may
+ * leave a connection that died with a write pending unable to connect ever again (seen in 3.4.9:
+ * the timer of the next write is cleared and not reset). So after either, the pool is thrown away,
+ * and the next call connects anew.
  */
 export class Database implements Via {
   #pool: Pool;
@@ -83,16 +85,24 @@ export class Database implements Via {
     let timer: ReturnType<typeof setTimeout> | undefined;
     const late = new Promise<never>((_, reject) => {
       timer = setTimeout(() => {
-        if (this.#pool === pool) this.#pool = this.#open();
-        pool.end({ timeout: 0 }).catch(() => {});
+        this.#discard(pool, 0);
         reject(new StatementTimeout(`no reply from the database within ${limitMs} ms`));
       }, limitMs);
     });
     try {
       return await Promise.race([f(pool), late]);
+    } catch (error) {
+      // Statements on its other connections may still be answered.
+      if (isDisconnect(error)) this.#discard(pool, this.limitMs / 1000);
+      throw error;
     } finally {
       clearTimeout(timer);
     }
+  }
+
+  #discard(pool: Pool, graceS: number): void {
+    if (this.#pool === pool) this.#pool = this.#open();
+    pool.end({ timeout: graceS }).catch(() => {});
   }
 
   /** Closes the connections; what is still under way has `graceS` seconds. */
@@ -106,14 +116,18 @@ export function codeOf(error: unknown): string {
   return error instanceof Error && "code" in error ? String(error.code) : "";
 }
 
+/** Whether the connection is gone: lost, refused, or ended by the server (57P01 to 57P05, 25P03). */
+export function isDisconnect(error: unknown): boolean {
+  return error instanceof StatementTimeout ||
+    /^(CONNECT|E[A-Z]{3,}|08|57P0|25P03)/.test(codeOf(error));
+}
+
 /**
  * Whether the same statement may succeed later: the connection or the server is at fault, or
  * another transaction was in the way, and not the statement.
  */
 export function isTransient(error: unknown): boolean {
-  const code = codeOf(error);
-  return error instanceof StatementTimeout ||
-    /^(CONNECT|E[A-Z]{3,}|08|53|57|40|55P03|25006|58)/.test(code);
+  return isDisconnect(error) || /^(53|57|40|55P03|25006|58)/.test(codeOf(error));
 }
 
 /**
@@ -225,6 +239,17 @@ export class LockLost extends Error {
 }
 
 /**
+ * The outcome of `result`, or none ever once `lost()`: the driver would end the transaction with a
+ * rollback, on a connection that it does not have any more (seen: an uncaught TypeError, which
+ * ends the process). It rejects the transaction by itself when the connection closes.
+ */
+function settledUnless<T>(lost: () => boolean, result: Promise<T>): Promise<T> {
+  return new Promise((resolve, reject) => {
+    result.then((value) => lost() || resolve(value), (error) => lost() || reject(error));
+  });
+}
+
+/**
  * Runs `f` in a transaction that holds the queue's lock, in turn with the claims of a queue that
  * claims by `lock`. Everything `f` sends goes through the handle it is given.
  *
@@ -252,7 +277,7 @@ export async function withQueueLock<T>(
         const reject = query?.reject;
         if (typeof reject === "function") {
           query.reject = (error: unknown) => {
-            if (isTransient(error)) lost = true;
+            if (isDisconnect(error)) lost = true;
             return reject.call(query, error);
           };
         }
@@ -266,7 +291,7 @@ export async function withQueueLock<T>(
           `set local idle_in_transaction_session_timeout = '${limitS}s'`,
       );
       await tx`select ${tx(schema)}.lock_queue(${queue})`;
-      return await f(guard(tx));
+      return await settledUnless(() => lost, f(guard(tx)));
     }) as T;
   } finally {
     lost = true;

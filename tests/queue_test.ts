@@ -207,6 +207,41 @@ for (const how of ["commit", "rollback"] as const) {
   });
 }
 
+test(
+  "a key whose holder finishes between the insert and the look-up is taken after all",
+  async (sql, url) => {
+    // Holders that come and go as fast as they can, and enqueues that meet them in every phase.
+    const worker = await aWorker(sql);
+    const churn = connect(url, { max: 1 });
+    let over = false;
+    const churning = (async () => {
+      while (!over) {
+        await queue.enqueue(churn, [{ kind: "a", unique_key: "k" }]);
+        for (const job of await claimNext(churn, worker)) {
+          await queue.finish(
+            churn,
+            worker,
+            job,
+            null,
+          );
+        }
+      }
+    })();
+    const other = connect(url, { max: 1 });
+    try {
+      for (let i = 0; i < 500; i++) {
+        const [{ id }] = await queue.enqueue(other, [{ kind: "a", unique_key: "k" }]);
+        assert(id);
+      }
+    } finally {
+      over = true;
+      await churning;
+      await churn.end();
+      await other.end();
+    }
+  },
+);
+
 test("batches that take the same keys in opposite orders do not deadlock", async (sql) => {
   const keys = Array.from({ length: 50 }, (_, i) => `k${i}`);
   for (let round = 0; round < 20; round++) {

@@ -301,6 +301,36 @@ for (const how of ["cut", "silence"] as const) {
   );
 }
 
+test(
+  "right after an outage nobody recovers: those who still run their jobs must have had the time to say so",
+  async (sql, url) => {
+    await using proxy = startProxy(url);
+    await using worker = startWorker(proxy.url, ["--heartbeat-ms", "1000", "--kinds", "waits"]);
+    await waitFor(() => worker.log().includes("serves"), "the worker to boot");
+    const silent = await aSilentJob(sql, 1);
+    await reaches(sql, silent, "queued"); // in touch for three heartbeats, it recovers
+    proxy.cut();
+    await waitFor(() => /heartbeat: .*ECONNREFUSED/.test(worker.log()), "the outage to be seen");
+    const another = await aSilentJob(sql, 2);
+    const [{ mended }] = await sql`select now() as mended`;
+    proxy.mend();
+    await reaches(sql, another, "queued");
+    const [{ seconds }] =
+      await sql`select extract(epoch from now() - ${mended})::float8 as seconds`;
+    assert(seconds > 2.5, `recovered ${seconds} s after the outage, and not three heartbeats`);
+  },
+);
+
+/** A job that a worker which is no more has left behind, its lease over. */
+async function aSilentJob(sql: Pool, priority: number): Promise<queue.Enqueued> {
+  const [entry] = await queue.enqueue(sql, [{ kind: "echo", priority }]);
+  const dead = { worker: crypto.randomUUID(), kinds: ["echo"], most: 1, leaseS: 0 };
+  const claim = { ...dead, token: crypto.randomUUID() };
+  const [job] = await queue.claim(sql, { queue: "default", claim: "skip_locked" }, claim);
+  assertEquals(job.id, entry.id);
+  return entry;
+}
+
 test("a worker whose clock is ten minutes off changes nothing", async (sql, url) => {
   const skew = (ms: number) => {
     const code = `const N = Date.now; Date.now = () => N() + ${ms};

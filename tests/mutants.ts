@@ -1,0 +1,318 @@
+/**
+ * Takes out, one at a time, the code that keeps an invariant, and sees that its test fails:
+ *
+ *     deno task mutants            # all of them, some minutes
+ *     deno task mutants I3 lease   # those whose line has one of these words
+ *
+ * Each cut is made in a copy of the tree. Exits 1 when a cut was not noticed, or no longer fits.
+ */
+import { cp, mkdtemp, rm, symlink } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { startPostgres } from "../dev/postgres.ts";
+
+interface Mutant {
+  invariant: string;
+  what: string;
+  file: string;
+  /** The text to find, which must be there once, and what takes its place. */
+  cut: [string, string];
+  test: string;
+  filter: string;
+}
+
+const SQL = "migrations/0001_queue.sql";
+
+const mutants: Mutant[] = [
+  {
+    invariant: "I1",
+    what: "a claim that does not lock what it takes",
+    file: "queue.ts",
+    cut: ["      for update skip locked\n    ),\n    taken", "    ),\n    taken"],
+    test: "claim_test.ts",
+    filter: "each exactly once, by skip_locked",
+  },
+  {
+    invariant: "I1",
+    what: "claims by lock without the lock",
+    file: SQL,
+    cut: ["  perform siding.lock_queue(queue_name);\n", ""],
+    test: "claim_test.ts",
+    filter: "never runs 4 under 16 claimers, by lock",
+  },
+  {
+    invariant: "I1",
+    what: "claims by repeatable_read that do not move the queue's row",
+    file: SQL,
+    cut: [
+      "update siding.queues q set claims = q.claims + 1\n    where",
+      "update siding.queues q set claims = q.claims\n    where q.claims < 0 or",
+    ],
+    test: "claim_test.ts",
+    filter: "by repeatable_read",
+  },
+  {
+    invariant: "I2",
+    what: "a next job enqueued after the finish, and not with it",
+    file: SQL,
+    cut: ["      perform siding.enqueue(next_jobs);\n", ""],
+    test: "queue_test.ts",
+    filter: "whose next is refused",
+  },
+  {
+    invariant: "I3",
+    what: "a settle that does not ask whose job it is",
+    file: SQL,
+    cut: [
+      "    where j.worker_id = worker and j.status = 'running'\n    order by j.id -- as every",
+      "    where j.status = 'running'\n    order by j.id -- as every",
+    ],
+    test: "queue_test.ts",
+    filter: "lost its job matches nothing",
+  },
+  {
+    invariant: "I3",
+    what: "a settle that does not ask which attempt it was",
+    file: SQL,
+    cut: [
+      "unsent boolean)\n      on o.id = j.id and o.attempt = j.attempt",
+      "unsent boolean)\n      on o.id = j.id",
+    ],
+    test: "queue_test.ts",
+    filter: "lost its job matches nothing",
+  },
+  {
+    invariant: "I3",
+    what: "an attempt that does not rise",
+    file: "queue.ts",
+    cut: ["attempt = j.attempt + 1, claimed_at", "attempt = greatest(j.attempt, 1), claimed_at"],
+    test: "queue_test.ts",
+    filter: "lost its job matches nothing",
+  },
+  {
+    invariant: "I3",
+    what: "a worker that does not stop a job it has lost",
+    file: "worker.ts",
+    cut: ['if (state?.state === "lost") stop(', 'if (state?.state === "never") stop('],
+    test: "worker_test.ts",
+    filter: "given away kills it",
+  },
+  {
+    invariant: "I4",
+    what: "a worker that does not stop what it cannot renew",
+    file: "worker.ts",
+    cut: ["> leaseMs - marginMs)", "> leaseMs * 100)"],
+    test: "worker_test.ts",
+    filter: "stopped in time, and is nobody's crash",
+  },
+  {
+    invariant: "I4",
+    what: "a statement without a time limit",
+    file: "db.ts",
+    cut: ["return await Promise.race([f(pool), late]);", "return await f(pool);"],
+    test: "worker_test.ts",
+    filter: "nobody's crash (silence)",
+  },
+  {
+    invariant: "I5",
+    what: "a due time by the caller's clock",
+    file: "queue.ts",
+    cut: [
+      "due_at <= now()) as promotable",
+      "due_at <= ${new Date().toISOString()}::timestamptz) as promotable",
+    ],
+    test: "worker_test.ts",
+    filter: "ten minutes off",
+  },
+  {
+    invariant: "I6",
+    what: "a recovery that counts no crash",
+    file: SQL,
+    cut: ["    crashes = j.crashes + 1,\n", ""],
+    test: "queue_test.ts",
+    filter: "fails it the second time",
+  },
+  {
+    invariant: "I6",
+    what: "a recovery right after an outage",
+    file: "worker.ts",
+    cut: ["if (!(sinceMs >= silentMs && lately))", "if (!lately)"],
+    test: "worker_test.ts",
+    filter: "after an outage",
+  },
+  {
+    invariant: "I7",
+    what: "a paid job that is sent again though it has an id",
+    file: "jobs/paid.ts",
+    cut: ["job.request_id ?? await send", "await send"],
+    test: "jobs_test.ts",
+    filter: "a saved id is resumed",
+  },
+  {
+    invariant: "I7",
+    what: "a request id that may be overwritten",
+    file: "queue.ts",
+    cut: [" and (request_id is null or request_id = ${requestId})", ""],
+    test: "jobs_test.ts",
+    filter: "waits in review",
+  },
+  {
+    invariant: "I8",
+    what: "a stopped worker that leaves its jobs to the lease",
+    file: "worker.ts",
+    cut: ['lost ? "lost" : "released", "its worker', '"lost", "its worker'],
+    test: "worker_test.ts",
+    filter: "outlasts the drain time",
+  },
+  {
+    invariant: "I8",
+    what: "a stopped worker that gives its jobs no time",
+    file: "worker.ts",
+    cut: ["pause(drainS * 1000, enough.signal)", "pause(0, enough.signal)"],
+    test: "worker_test.ts",
+    filter: "lets a job end that can",
+  },
+  {
+    invariant: "I9",
+    what: "a handle that goes on after its connection died",
+    file: "db.ts",
+    cut: ["if (lost) throw new LockLost", "if (false) throw new LockLost"],
+    test: "queue_test.ts",
+    filter: "connection died sends nothing more",
+  },
+  {
+    invariant: "I10",
+    what: "a leader that may be long silent",
+    file: SQL,
+    cut: [
+      "where p.seen_at > now() - silent_s * interval '1 second' or p.boot_id = process",
+      "where true",
+    ],
+    test: "queue_test.ts",
+    filter: "the leader is the lowest",
+  },
+  {
+    invariant: "I14",
+    what: "a job that gets the worker's environment",
+    file: "jobs/process.ts",
+    cut: ["clearEnv: true", "clearEnv: false"],
+    test: "jobs_test.ts",
+    filter: "none of the worker's secrets",
+  },
+  {
+    invariant: "I15",
+    what: "a stage that no column takes",
+    file: "jobs/run.ts",
+    cut: ["cut(stage, 800).slice(0, 200).toWellFormed()", "stage"],
+    test: "worker_test.ts",
+    filter: "leaves the others, and the worker",
+  },
+  {
+    invariant: "I15",
+    what: "a result that is not looked at",
+    file: "jobs/run.ts",
+    cut: ['  if (error) return { id, attempt, outcome: "failed", error };\n', ""],
+    test: "jobs_test.ts",
+    filter: "leaves the others of its batch",
+  },
+  {
+    invariant: "queue",
+    what: "a unique key's round that is not repeated",
+    file: SQL,
+    cut: ["for round in 1..10 loop", "for round in 1..1 loop"],
+    test: "queue_test.ts",
+    filter: "finishes between",
+  },
+  {
+    invariant: "queue",
+    what: "keys inserted in the order they come",
+    file: SQL,
+    cut: ["order by x.kind, x.unique_key, x.ord", "order by x.ord"],
+    test: "queue_test.ts",
+    filter: "opposite orders do not deadlock",
+  },
+  {
+    invariant: "queue",
+    what: "owners counted without their lock",
+    file: SQL,
+    cut: [
+      "    perform pg_advisory_xact_lock(hashtextextended('siding.' || target.queue",
+      "    perform length('siding.' || (target.queue",
+    ],
+    test: "queue_test.ts",
+    filter: "never has more than max_per_owner",
+  },
+  {
+    invariant: "queue",
+    what: "a heartbeat that waits for a locked row",
+    file: SQL,
+    cut: [
+      "    for update of j skip locked\n  ),\n  renewed",
+      "    for update of j\n  ),\n  renewed",
+    ],
+    test: "queue_test.ts",
+    filter: "stops no heartbeat",
+  },
+  {
+    invariant: "files",
+    what: "outputs seen before their job's finish",
+    file: "files.ts",
+    cut: [" and f.kept and j.status = 'done'", ""],
+    test: "files_test.ts",
+    filter: "only through the finish",
+  },
+  {
+    invariant: "migrations",
+    what: "a migration that waits as long as it takes",
+    file: "migrate.ts",
+    cut: ["set local lock_timeout = '${LOCK_TIMEOUT}';", ""],
+    test: "migrate_test.ts",
+    filter: "waits for a long transaction",
+  },
+];
+
+async function main(words: string[]): Promise<number> {
+  const chosen = mutants.filter(({ invariant, what }) =>
+    words.length === 0 || words.some((word) => `${invariant} ${what}`.includes(word))
+  );
+  await using server = await startPostgres();
+  let unnoticed = 0;
+  for (const [index, mutant] of chosen.entries()) {
+    const verdict = await tryOut(mutant, server.url);
+    if (verdict !== "noticed") unnoticed++;
+    console.log(`${index + 1}/${chosen.length}  ${mutant.invariant}: ${mutant.what}: ${verdict}`);
+  }
+  console.log(`${chosen.length - unnoticed} of ${chosen.length} cuts noticed`);
+  return unnoticed === 0 && chosen.length > 0 ? 0 : 1;
+}
+
+/** Makes the cut in a copy and runs its test there. */
+async function tryOut({ file, cut, test, filter }: Mutant, url: string): Promise<string> {
+  const root = import.meta.dirname + "/..";
+  const folder = await mkdtemp(join(tmpdir(), "siding-mutant-"));
+  try {
+    for (const { name } of Deno.readDirSync(root)) {
+      if (name.startsWith(".") || name === "node_modules") continue;
+      await cp(join(root, name), join(folder, name), { recursive: true });
+    }
+    await symlink(await Deno.realPath(join(root, "node_modules")), join(folder, "node_modules"));
+    const text = await Deno.readTextFile(join(folder, file));
+    if (text.split(cut[0]).length !== 2) return `NOT TRIED: its text is not once in ${file}`;
+    await Deno.writeTextFile(join(folder, file), text.replace(cut[0], () => cut[1]));
+    const { code, stdout } = await new Deno.Command(Deno.execPath(), {
+      args: ["test", "-A", "--no-check", `--filter=${filter}`, `tests/${test}`],
+      cwd: folder,
+      env: { DATABASE_URL_TEST: url, NO_COLOR: "1" },
+      stderr: "null",
+    }).output();
+    const summary = new TextDecoder().decode(stdout).match(/(\d+) passed(?: .*)? \| (\d+) failed/);
+    if (!summary || (summary[1] === "0" && summary[2] === "0")) {
+      return "NOT TRIED: its test was not found";
+    }
+    return code === 0 ? "NOT NOTICED" : "noticed";
+  } finally {
+    await rm(folder, { recursive: true, force: true });
+  }
+}
+
+if (import.meta.main) Deno.exit(await main(Deno.args));
