@@ -216,8 +216,8 @@ async function claimRepeatableRead(sql: Pool, queue: string, o: ClaimOptions): P
       ).simple();
       return Array.from((results as unknown as [unknown, Job[]])[1]);
     } catch (error) {
-      // Another claim was first. After the last round the caller polls again.
-      if (!/^(40001|40P01|55P03)$/.test(codeOf(error)) || round === 10) throw error;
+      if (!/^(40001|40P01|55P03)$/.test(codeOf(error))) throw error;
+      if (round === 10) return []; // others were first each time; the caller polls again
       await new Promise((done) => setTimeout(done, Math.random() * 2 ** Math.min(round, 6)));
     }
   }
@@ -440,12 +440,6 @@ export async function register(sql: Sql, it: Registration): Promise<string> {
 /** Removes a process that stops. */
 export async function deregister(sql: Sql, bootId: string): Promise<void> {
   await sql`delete from ${s(sql)}.processes where boot_id = ${bootId}`;
-}
-
-/** Whether a process is the leader of its role and pool: the lowest id among those seen of late. */
-export async function isLeader(sql: Sql, bootId: string, silentS: number): Promise<boolean> {
-  const [row] = await sql`select ${s(sql)}.is_leader(${bootId}, ${silentS}) as yes`;
-  return row.yes;
 }
 
 /** The unfinished jobs of a kind in a queue. */

@@ -33,22 +33,18 @@ const TICK_MS = 2000;
 const GIVE_BACK_MS = 10_000;
 /** How long a starting worker waits for the database. */
 const START_MS = 30_000;
+/** The leader sweeps at every so many recoveries, so every five minutes: so many rows at a time, so often. */
+const PASSES_A_SWEEP = 10;
+const SWEEP = 1000;
+const MAX_SWEEPS = 100;
 
 const program = {
   name: "worker",
   summary: "Claims jobs, runs them, and takes back what silent workers left.",
   example: "DATABASE_URL=postgres://… deno task worker --concurrency 2 --queues default",
 };
-const { databaseUrl, prepare, statementLimitMs, concurrency, queues, kinds, pollMaxMs } =
-  config.settings;
-const { heartbeatMs, leaseS, recoverMs, drainS, maxCrashes, unknownKindS, retentionS } =
-  config.settings;
-const { fileGraceS, maxFileBytes, jobs, logLevel } = config.settings;
-const spec = {
-  ...{ databaseUrl, prepare, statementLimitMs, concurrency, queues, kinds, pollMaxMs },
-  ...{ heartbeatMs, leaseS, recoverMs, drainS, maxCrashes, unknownKindS, retentionS },
-  ...{ fileGraceS, maxFileBytes, jobs, logLevel },
-};
+/** All the shared settings are a worker's. */
+const spec = config.settings;
 
 /** A job under way. */
 interface Running {
@@ -72,11 +68,15 @@ interface Worker {
   pulse: Database;
   bootId: string;
   running: Map<string, Running>;
-  /** The tokens of claims under way. */
-  claiming: Set<string>;
+  /** The tokens of claims that ended in an error, and may have taken jobs all the same. */
+  lostClaims: Set<string>;
   /** Aborted when a job has ended, since there is room for the next; a new one each step. */
   roomMade: AbortController;
+  /** Claims in a row that came back empty. */
+  misses: number;
   leader: boolean;
+  /** Passes of tidy(). */
+  passes: number;
   /** The last heartbeat sent that succeeded, and the first of the unbroken run of them. */
   lastBeatMs: number;
   inTouchSinceMs: number | undefined;
@@ -88,6 +88,14 @@ interface Worker {
 
 export async function main(args: string[], signal: AbortSignal): Promise<number> {
   const worker = await boot(args, signal);
+  // What one job's function left to fail on its own must not end the others.
+  for (const kind of ["unhandledrejection", "error"] as const) {
+    addEventListener(kind, (event) => {
+      event.preventDefault();
+      const error = describe("reason" in event ? event.reason : (event as ErrorEvent).error);
+      log.error("a job's code left an error uncaught: {error}", { error });
+    });
+  }
   const over = new AbortController();
   const lost = new AbortController();
   const helpers = [
@@ -140,9 +148,14 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
   );
   log.info("worker {name} {boot} serves {serves}", { name, boot: bootId.slice(0, 8), serves });
   return {
-    ...{ settings, kinds, serves, db, pulse, bootId, running: new Map(), claiming: new Set() },
-    ...{ roomMade: new AbortController(), leader: false, lastBeatMs: -Infinity },
-    ...{ inTouchSinceMs: undefined, news: false, hurry: new AbortController() },
+    ...{ settings, kinds, serves, db, pulse, bootId, running: new Map(), lostClaims: new Set() },
+    ...{ roomMade: new AbortController(), misses: 0, leader: false, passes: 0 },
+    ...{
+      lastBeatMs: -Infinity,
+      inTouchSinceMs: undefined,
+      news: false,
+      hurry: new AbortController(),
+    },
   };
 }
 
@@ -153,26 +166,29 @@ async function work(worker: Worker): Promise<number> {
   worker.roomMade = new AbortController();
   if (room <= 0) return settings.pollMaxMs;
   const { ready, promotable } = await db.run((sql) => queue.look(sql, settings.queues, serves));
-  if (promotable) {
-    await db.run((sql) => queue.promote(sql));
-    return 0;
-  }
-  if (ready.length === 0) return settings.pollMaxMs * (0.8 + Math.random() * 0.4);
+  // None moved: somebody's open transaction holds them, which is no reason to wait with the others.
+  if (promotable && await db.run((sql) => queue.promote(sql)) > 0) return 0;
+  if (ready.length === 0) return jitter(settings.pollMaxMs);
 
   const token = crypto.randomUUID();
-  worker.claiming.add(token);
+  const sentAtMs = performance.now();
+  const claim = { worker: bootId, kinds: serves, most: room, leaseS: settings.leaseS, token };
+  let claimed: queue.Job[];
   try {
-    const sentAtMs = performance.now();
-    const claim = { worker: bootId, kinds: serves, most: room, leaseS: settings.leaseS, token };
-    const claimed = await db.run((sql) => queue.claim(sql, ready[0], claim));
-    for (const job of claimed) start(worker, job, sentAtMs);
-    // Others were faster: a moment apart, not all at once again.
-    return claimed.length > 0 ? 0 : 10 + Math.random() * 40;
-  } finally {
-    // If this failed, the jobs it may have claimed all the same show up as strays.
-    worker.claiming.delete(token);
+    claimed = await db.run((sql) => queue.claim(sql, ready[0], claim));
+  } catch (error) {
+    worker.lostClaims.add(token);
+    throw error;
   }
+  for (const job of claimed) start(worker, job, sentAtMs);
+  worker.misses = claimed.length > 0 ? 0 : worker.misses + 1;
+  if (worker.misses === 0) return 0;
+  // Others were faster, or hold what was seen: further and further apart, not all at once again.
+  return jitter(Math.min(settings.pollMaxMs, 20 * 2 ** Math.min(worker.misses, 10)));
 }
+
+/** So that workers which started together do not ask together. */
+const jitter = (ms: number) => ms * (0.8 + Math.random() * 0.4);
 
 /** Runs a claimed job to its end, besides everything else. */
 function start(worker: Worker, job: queue.Job, sentAtMs: number): void {
@@ -280,8 +296,7 @@ function heed(
     if (state?.cancel) stop(running, "cancelled", "cancelled");
   }
   for (const stray of pulse.strays) {
-    const known = worker.running.get(stray.id)?.job.attempt === stray.attempt;
-    if (known || worker.claiming.has(stray.claim_token)) continue;
+    if (!worker.lostClaims.delete(stray.claim_token)) continue; // it started, or ended, meanwhile
     log.warn("job {job} was claimed by a call whose reply was lost: given back", { job: stray.id });
     worker.db.run((sql) => queue.release(sql, worker.bootId, stray, "its claim's reply was lost"))
       .catch((error) => log.warn("{error}", { error: describe(error) }));
@@ -313,12 +328,16 @@ async function tidy(worker: Worker): Promise<number> {
     log.warn("recovered job {id} {kind}: {status}", { ...job });
   }
   await db.run((sql) => queue.promote(sql));
-  if (worker.leader) {
+  if (worker.leader && worker.passes++ % PASSES_A_SWEEP === 0) {
     const unknown = await db.run((sql) =>
       queue.failUnknownKinds(sql, settings.unknownKindS, silentMs / 1000)
     );
     for (const job of unknown) log.warn("job {id}: unknown kind {kind}", { ...job });
-    await db.run((sql) => queue.sweep(sql, settings.retentionS, settings.fileGraceS));
+    for (let batch = 0; batch < MAX_SWEEPS; batch++) {
+      const { retentionS, fileGraceS } = settings;
+      const gone = await db.run((sql) => queue.sweep(sql, retentionS, fileGraceS, SWEEP));
+      if (gone.jobs < SWEEP && gone.files < SWEEP) break;
+    }
   }
   return settings.recoverMs;
 }

@@ -69,7 +69,9 @@ export async function run(runner: Runner, job: Job, stop: AbortSignal): Promise<
     if (signal.aborted && kind.runs === "inline") throw signal.reason; // too late, thrown away
     return done(job, result, next);
   } catch (error) {
-    return outcomeOf(error, job, kind);
+    // What a stopped job throws is often an error of the stop's making, such as an AbortError.
+    const own = error instanceof Uncertain || error instanceof NotSent;
+    return outcomeOf(signal.aborted && !own ? signal.reason : error, job, kind);
   } finally {
     clearTimeout(timer);
   }

@@ -39,17 +39,8 @@ function test(
 }
 
 async function claim({ sql, id }: Claimer, way: Way, most = 1): Promise<queue.Job[]> {
-  const token = crypto.randomUUID();
-  const options = { worker: id, kinds, most, leaseS: 60, token };
-  try {
-    return await queue.claim(sql, { queue: "q", claim: way }, options);
-  } catch (error) {
-    // Other claims were first, ten times in a row: a worker polls again.
-    if (way === "repeatable_read" && (error as { code?: string }).code === "40001") {
-      return await claim({ sql, id }, way, most);
-    }
-    throw error;
-  }
+  const options = { worker: id, kinds, most, leaseS: 60, token: crypto.randomUUID() };
+  return await queue.claim(sql, { queue: "q", claim: way }, options);
 }
 
 for (const way of ways) {

@@ -61,6 +61,17 @@ export const kinds = {
       return n;
     },
   }),
+  /** Returns at once, and leaves errors behind that nobody waits for. */
+  careless: inline({
+    payload: z.unknown(),
+    work: () => {
+      Promise.reject(new Error("nobody waits for this"));
+      setTimeout(() => {
+        throw new Error("nor for this");
+      });
+      return 1;
+    },
+  }),
   /** Heeds its signal. */
   waits: inline({
     payload: z.unknown(),

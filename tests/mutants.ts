@@ -45,8 +45,11 @@ const mutants: Mutant[] = [
     what: "claims by repeatable_read that do not move the queue's row",
     file: SQL,
     cut: [
-      "update siding.queues q set claims = q.claims + 1\n    where",
-      "update siding.queues q set claims = q.claims\n    where q.claims < 0 or",
+      "  update siding.queues q set claims = q.claims + 1\n" +
+      "    where q.name = queue_name and q.claim = 'repeatable_read' and not q.paused\n" +
+      "    returning siding.room(q, most) into room;\n",
+      "  select siding.room(q, most) into room from siding.queues q\n" +
+      "    where q.name = queue_name and q.claim = 'repeatable_read' and not q.paused;\n",
     ],
     test: "claim_test.ts",
     filter: "by repeatable_read",

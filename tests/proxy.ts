@@ -9,6 +9,11 @@ export interface Proxy extends AsyncDisposable {
   silence(): void;
   /** Passes everything on again. Connections that fell silent stay so. */
   mend(): void;
+  /**
+   * Passes on the statement with this text in it, and swallows what comes back for its execution.
+   * The driver first has a statement described; what executes it is its next message.
+   */
+  swallowReplyTo(text: string): void;
 }
 
 /** Starts a proxy to the database at `url`. */
@@ -18,13 +23,20 @@ export function startProxy(url: string): Proxy {
   let listener = Deno.listen({ hostname: "127.0.0.1", port: 0 });
   const { port } = listener.addr as Deno.NetAddr;
   let silent = false;
+  let trigger = "";
   let tasks: Promise<unknown>[] = [];
 
-  const pass = async (from: Deno.Conn, to: Deno.Conn, mute: () => boolean) => {
+  const pass = async (
+    from: Deno.Conn,
+    to: Deno.Conn,
+    mute: () => boolean,
+    heard: (bytes: Uint8Array) => void = () => {},
+  ) => {
     const buffer = new Uint8Array(65_536);
     try {
       for (let n = await from.read(buffer); n !== null; n = await from.read(buffer)) {
         if (mute()) continue;
+        heard(buffer.subarray(0, n));
         for (let at = 0; at < n;) at += await to.write(buffer.subarray(at, n));
       }
     } catch {
@@ -46,7 +58,18 @@ export function startProxy(url: string): Proxy {
           port: Number(target.port),
         });
         connections.add(upstream);
-        await Promise.all([pass(client, upstream, muted), pass(upstream, client, muted)]);
+        let described = false;
+        let unanswered = false;
+        const hear = (bytes: Uint8Array) => {
+          unanswered ||= described;
+          if (trigger === "" || !new TextDecoder().decode(bytes).includes(trigger)) return;
+          trigger = "";
+          described = true;
+        };
+        await Promise.all([
+          pass(client, upstream, muted, hear),
+          pass(upstream, client, () => unanswered || muted()),
+        ]);
       })());
     }
   };
@@ -64,6 +87,7 @@ export function startProxy(url: string): Proxy {
     url: proxied.href,
     cut,
     silence: () => silent = true,
+    swallowReplyTo: (text) => trigger = text,
     mend() {
       silent = false;
       if (listening) return;
