@@ -1,7 +1,7 @@
 /**
  * From samples to notes, and from notes to MIDI and ABC. Pure: no files, no clock.
  *
- * A melody is followed, one note at a time, from E1 to E7. The pitch of each 10 ms is found by the
+ * A melody is followed, one note at a time, from G1 to E7. The pitch of each 10 ms is found by the
  * McLeod method; a note is a stretch of frames near one semitone, cut where its loudness jumps.
  */
 
@@ -19,8 +19,9 @@ const LOUDNESS_WINDOW = 1_024;
 const HOP = 441;
 const HOP_S = HOP / ANALYSIS_RATE_HZ;
 
-/** E1 to E7, with a quarter tone to spare. */
-const MIN_HZ = 40;
+/** G1, a quarter tone to spare: below, the beat of the overtones looks like notes struck again. */
+const MIN_HZ = 47.6;
+/** E7, likewise: above, the period is so few samples that the octave becomes uncertain. */
 const MAX_HZ = 2_714;
 const MIN_CLARITY = 0.85;
 const SILENCE_DB = -60;
@@ -29,6 +30,8 @@ const FADE_DB = 36;
 /** A rise of this much within 40 ms is a note struck again. */
 const STRIKE_DB = 3;
 const STRIKE_FRAMES = 2;
+/** 180 ms, one swing of a vibrato. */
+const VIBRATO_FRAMES = 18;
 /** 60 ms, the shortest note. */
 const SHORTEST_FRAMES = 6;
 
@@ -114,10 +117,8 @@ interface Run {
 /** The notes of a melody, in order, from what the {@linkcode PitchTracker} heard. */
 export function findNotes(frames: Frame[]): Note[] {
   const pitch = steadyPitch(frames);
-  const runs = joinOverBlips(findRuns(pitch), pitch, frames);
+  const runs = joinOverBlips(findRuns(pitch), pitch);
   return runs.flatMap((run) => splitAtStrikes(run, frames))
-    .map((run) => ({ ...run, from: attackOf(run, frames) }))
-    .filter((run) => run.to - run.from >= SHORTEST_FRAMES)
     .map(({ midi, from, to }) => ({
       midi,
       start_s: roundMs(from * HOP_S),
@@ -133,17 +134,27 @@ function steadyPitch(frames: Frame[]): number[] {
     if (Number.isNaN(midi)) return NaN;
     return median(heard.slice(Math.max(0, i - 2), i + 3).filter((near) => !Number.isNaN(near)));
   });
-  // The mean deviation from the semitones, taken around the circle: an instrument at 446 Hz is 24
-  // cents sharp throughout, and its vibrato would otherwise cross into the next semitone.
+  const tuning = tuningOf(smooth);
+  return smooth.map((midi) => midi - tuning);
+}
+
+/**
+ * How far the recording is from 440 Hz tuning, in semitones: an instrument at 446 Hz is 24 cents
+ * sharp throughout, and its vibrato would otherwise reach into the next semitone. It is the mean
+ * around the circle of semitones, over spans as long as one swing of a vibrato.
+ */
+function tuningOf(pitch: number[]): number {
   let x = 0;
   let y = 0;
-  for (const midi of smooth) {
-    if (Number.isNaN(midi)) continue;
-    x += Math.cos(2 * Math.PI * midi);
-    y += Math.sin(2 * Math.PI * midi);
+  for (let i = 0; i + VIBRATO_FRAMES <= pitch.length; i++) {
+    const span = pitch.slice(i, i + VIBRATO_FRAMES);
+    const steady = Math.max(...span) - Math.min(...span) < 1.5;
+    if (!steady) continue;
+    const angle = 2 * Math.PI * span.reduce((sum, midi) => sum + midi) / VIBRATO_FRAMES;
+    x += Math.cos(angle);
+    y += Math.sin(angle);
   }
-  const tuning = Math.atan2(y, x) / (2 * Math.PI);
-  return smooth.map((midi) => midi - tuning);
+  return Math.atan2(y, x) / (2 * Math.PI);
 }
 
 /** Stretches that stay near one semitone, over gaps too short to be a rest. */
@@ -160,8 +171,8 @@ function findRuns(pitch: number[]): Run[] {
 }
 
 /** Leaves out blips, and lets the notes around one meet in its middle, or be one if they are the same. */
-function joinOverBlips(runs: Run[], pitch: number[], frames: Frame[]): Run[] {
-  const notes = runs.filter((run, i) => !isBlip(run, runs[i - 1], frames));
+function joinOverBlips(runs: Run[], pitch: number[]): Run[] {
+  const notes = runs.filter(({ from, to }) => to - from >= SHORTEST_FRAMES);
   const joined: Run[] = [];
   for (const run of notes) {
     const before = joined.at(-1);
@@ -177,16 +188,6 @@ function joinOverBlips(runs: Run[], pitch: number[], frames: Frame[]): Run[] {
     }
   }
   return joined;
-}
-
-/** Too short for a note, or the end of one whose fundamental or overtones fade first. */
-function isBlip(run: Run, before: Run | undefined, frames: Frame[]): boolean {
-  const length = run.to - run.from;
-  if (length < SHORTEST_FRAMES) return true;
-  const octaveOff = before?.to === run.from && Math.abs(before.midi - run.midi) === 12;
-  // A shorter one before it is itself the blip: two notes at once sound like a common low one.
-  return octaveOff && length < 2 * SHORTEST_FRAMES && before.to - before.from > length &&
-    rise(frames, run.from) < STRIKE_DB;
 }
 
 /** A note that was struck again while it sounded becomes several. */
@@ -207,13 +208,6 @@ function splitAtStrikes(run: Run, frames: Frame[]): Run[] {
 function rise(frames: Frame[], i: number): number {
   const after = frames[Math.min(frames.length - 1, i + STRIKE_FRAMES)];
   return after.db - frames[Math.max(0, i - STRIKE_FRAMES)].db;
-}
-
-/** The frame where a note begins to be loud: the windows before already hear a little of it. */
-function attackOf(run: Run, frames: Frame[]): number {
-  const first = frames.slice(run.from, Math.min(run.to, run.from + 10));
-  const loudest = Math.max(...first.map(({ db }) => db));
-  return run.from + first.findIndex(({ db }) => db >= loudest - 12);
 }
 
 function median(values: number[]): number {
@@ -277,7 +271,9 @@ export function toAbc(notes: Note[], title: string, tempoBpm: number): string {
   for (let i = 0; i < bars.length; i += BARS_PER_LINE) {
     lines.push(bars.slice(i, i + BARS_PER_LINE).join(" | "));
   }
-  const head = `%abc-2.1\nX:1\nT:${abcText(title)}\nM:4/4\nL:1/16\nQ:1/4=${tempoBpm}\nK:C\n`;
+  const head = `%abc-2.1\nX:1\nT:${abcText(title)}\nM:4/4\nL:1/16\nQ:1/4=${
+    Math.round(tempoBpm)
+  }\nK:C\n`;
   return `${head}${lines.join(" |\n")} |]\n`;
 }
 

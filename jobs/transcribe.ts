@@ -24,7 +24,7 @@ const DEFAULT_TEMPO_BPM = 120;
 const MIN_TEMPO_BPM = 20;
 const MAX_TEMPO_BPM = 400;
 const MAX_TITLE = 200;
-/** An hour takes about a minute and 30 MB. */
+/** Measured: 52 minutes take 20 s of CPU and 230 MB, of which 60 are Deno itself. */
 const MAX_DURATION_S = 3_600;
 /** About 70 bytes each: a third of the megabyte that a result may have. The files hold all. */
 const MAX_NOTES_IN_RESULT = 5_000;

@@ -95,11 +95,13 @@ export class Wav {
     const sampleBytes = bitsPerSample / 8;
     const frameBytes = sampleBytes * channels;
     const mono = new Float32Array(BLOCK_FRAMES);
+    const buffer = new Uint8Array(BLOCK_FRAMES * frameBytes);
+    const view = new DataView(buffer.buffer);
     for (let done = 0; done < frames;) {
       const wanted = Math.min(BLOCK_FRAMES, frames - done) * frameBytes;
-      const bytes = await readAt(this.file, dataStart + done * frameBytes, wanted);
-      const view = new DataView(bytes.buffer);
-      const got = Math.floor(bytes.length / frameBytes);
+      const at = dataStart + done * frameBytes;
+      const filled = await readInto(this.file, at, buffer.subarray(0, wanted));
+      const got = Math.floor(filled / frameBytes);
       // The file became shorter since its header was read.
       if (got === 0) return;
       for (let frame = 0, at = 0; frame < got; frame++) {
@@ -251,14 +253,19 @@ async function readAt(
   length: number,
 ): Promise<Uint8Array<ArrayBuffer>> {
   const bytes = new Uint8Array(length);
+  return bytes.subarray(0, await readInto(file, at, bytes));
+}
+
+/** Fills a buffer from `at` on, and says how far: less than full only where the file ends. */
+async function readInto(file: Deno.FsFile, at: number, bytes: Uint8Array): Promise<number> {
   await file.seek(at, Deno.SeekMode.Start);
   let filled = 0;
-  while (filled < length) {
+  while (filled < bytes.length) {
     const got = await file.read(bytes.subarray(filled));
     if (got === null) break;
     filled += got;
   }
-  return bytes.subarray(0, filled);
+  return filled;
 }
 
 function latin1(bytes: Uint8Array): string {

@@ -118,11 +118,11 @@ const mutants: Mutant[] = [
   },
   {
     invariant: "I5",
-    what: "a due time by the caller's clock",
+    what: "a lease by the worker's clock",
     file: "queue.ts",
     cut: [
-      "due_at <= now()) as promotable",
-      "due_at <= ${new Date().toISOString()}::timestamptz) as promotable",
+      "lease_until = now() + ${leaseS} * interval '1 second', stage",
+      "lease_until = ${new Date(Date.now() + leaseS * 1000).toISOString()}::timestamptz, stage",
     ],
     test: "worker_test.ts",
     filter: "ten minutes off",

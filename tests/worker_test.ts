@@ -334,6 +334,14 @@ test("a worker whose clock is ten minutes off changes nothing", async (sql, url)
       globalThis.Date = class extends Date { constructor(...a) { a.length ? super(...a) : super(N() + ${ms}); } };`;
     return ["--preload", `data:text/javascript,${encodeURIComponent(code)}`];
   };
+  await sql.unsafe(`
+    create table leases (seconds float8);
+    create function note_lease() returns trigger language plpgsql as $$ begin
+      insert into leases values (extract(epoch from new.lease_until - now()));
+      return null;
+    end $$;
+    create trigger note_lease after update on ${schema}.jobs for each row
+      when (new.status = 'running') execute function note_lease();`).simple();
   const later = await enqueue(sql, "echo", 0, { delay_s: 300 });
   await using _early = startWorker(url, [], skew(600_000));
   await using _late = startWorker(url, [], skew(-600_000));
@@ -353,6 +361,8 @@ test("a worker whose clock is ten minutes off changes nothing", async (sql, url)
   const job = await jobOf(sql, waits);
   assertEquals([job.status, job.attempt, job.crashes], ["running", 1, 0]);
   assertEquals((await jobOf(sql, later)).status, "scheduled");
+  const leases = await sql`select distinct seconds from leases`;
+  assertEquals(leases.map((row) => row.seconds), [3]);
 });
 
 test(
