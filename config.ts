@@ -12,7 +12,7 @@ import {
   type LogRecord,
 } from "@logtape/logtape";
 import { z } from "zod";
-import { describe, isTransient } from "./db.ts";
+import { describe, isTransient, pause } from "./db.ts";
 
 /** The version of this code, in logs and in the table processes. */
 export const VERSION = "0.1.0";
@@ -106,9 +106,8 @@ export const settings = {
   fileGraceS: int(3600, 1, 864_000, "how long a file may be without a job"),
   maxFileBytes: int(536_870_912, 1, 17_179_869_184, "the largest file"),
   jobs: {
-    ...text("the module with the kinds of job"),
-    fallback: "./jobs.ts",
-  } as Setting<string>,
+    ...text("the module with the kinds of job; jobs.ts if not given"),
+  },
   logLevel: {
     parse: checked(z.enum(["debug", "info", "warning", "error"])),
     rule: "it must be debug, info, warning or error",
@@ -270,6 +269,29 @@ export async function setUpLog(level: Values<typeof settings>["logLevel"]): Prom
 
 /** The log of one script. */
 export const logger = (name: string) => getLogger(["siding", name]);
+
+/**
+ * Repeats a step, which returns the milliseconds until the next, until `signal` is aborted.
+ *
+ * @param sooner a signal, asked for after each step, that makes the next one due at once
+ */
+export async function repeat(
+  name: string,
+  step: () => Promise<number>,
+  signal: AbortSignal,
+  sooner: () => AbortSignal = () => signal,
+): Promise<void> {
+  while (!signal.aborted) {
+    let delayMs: number;
+    try {
+      delayMs = await step();
+    } catch (error) {
+      logger(name).warn("{error}", { error: describe(error) });
+      delayMs = 500 + Math.random() * 500;
+    }
+    await pause(delayMs, signal, sooner());
+  }
+}
 
 /** The exit code of what a script ended with: 2 usage, 3 the database could not be reached, else 1. */
 export function exitCode(error: unknown): number {

@@ -119,23 +119,9 @@ export async function look(
   queues: readonly string[] | null,
   kinds: readonly string[],
 ): Promise<{ ready: Ready[]; promotable: boolean }> {
-  const rows = await sql<(Ready & { promotable: boolean })[]>`
-    select q.name as queue, q.claim, due.promotable
-    from (select exists (select from ${s(sql)}.jobs
-                         where status = 'scheduled' and due_at <= now()) as promotable) due
-    left join lateral (
-      select q.name, q.claim, head.* from ${s(sql)}.queues q
-      cross join lateral (
-        select j.priority, j.due_at, j.id from ${s(sql)}.jobs j
-        where j.queue = q.name and j.status = 'queued' and j.kind = any(${names(kinds)}::text[])
-        order by j.priority desc, j.due_at, j.id limit 1) head
-      where not q.paused
-        and (${queues === null} or q.name = any(${names(queues ?? [])}::text[]))
-        and (q.max_running is null or q.max_running > (
-          select count(*) from ${s(sql)}.jobs r where r.status = 'running' and r.queue = q.name))
-    ) q on true
-    order by q.priority desc, q.due_at, q.id`;
-  return { ready: rows.filter((row) => row.queue !== null), promotable: rows[0].promotable };
+  const [row] = await sql<{ ready: Ready[]; promotable: boolean }[]>`
+    select * from ${s(sql)}.look(${queues && names(queues)}::text[], ${names(kinds)}::text[])`;
+  return row;
 }
 
 /** Moves scheduled jobs that have fallen due into line, at most `most`. @returns how many */
@@ -316,18 +302,9 @@ export async function cancellations(sql: Sql, worker: string): Promise<string[]>
  * @returns the state it is in after, or null when there is no such job
  */
 export async function cancel(sql: Sql, id: string): Promise<Status | null> {
-  const [row] = await sql<{ status: Status }[]>`
-    with hit as (
-      update ${s(sql)}.jobs set cancel_requested_at = coalesce(cancel_requested_at, now()),
-        status = case when status = 'running' then status else 'cancelled' end,
-        finished_at = case when status = 'running' then null else now() end
-      where id = ${id} and status in ('scheduled', 'queued', 'running') and sent_at is null
-      returning status
-    )
-    select status from hit
-    union all
-    select status from ${s(sql)}.jobs where id = ${id} and not exists (select from hit)`;
-  return row?.status ?? null;
+  const [row] = await sql<{ status: Status | null }[]>`
+    select ${s(sql)}.cancel(${id}) as status`;
+  return row.status;
 }
 
 export type Recovered = Pick<JobView, "id" | "kind" | "status">;
@@ -456,24 +433,9 @@ export interface Count {
   oldest_wait_s: number | null;
 }
 
-/** Counts the unfinished jobs, by queue and kind. Each state is read from its own partial index. */
-export async function counts(sql: Sql): Promise<Count[]> {
-  return await list(sql<Count[]>`
-    select j.queue, j.kind, coalesce(q.paused, false) as paused, q.max_running,
-      (count(*) filter (where status = 'scheduled'))::integer as scheduled,
-      (count(*) filter (where status = 'queued'))::integer as queued,
-      (count(*) filter (where status = 'running'))::integer as running,
-      (count(*) filter (where status = 'review'))::integer as review,
-      extract(epoch from now() - min(due_at) filter (where status = 'queued'))::float8 as oldest_wait_s
-    from (
-      select queue, kind, status, due_at from ${s(sql)}.jobs where status = 'scheduled'
-      union all select queue, kind, status, due_at from ${s(sql)}.jobs where status = 'queued'
-      union all select queue, kind, status, due_at from ${s(sql)}.jobs where status = 'running'
-      union all select queue, kind, status, due_at from ${s(sql)}.jobs where status = 'review'
-    ) j left join ${s(sql)}.queues q on q.name = j.queue
-    group by j.queue, j.kind, q.paused, q.max_running
-    order by j.queue, j.kind`);
-}
+/** Counts the unfinished jobs, by queue and kind. */
+export const counts = (sql: Sql): Promise<Count[]> =>
+  list(sql<Count[]>`select * from ${s(sql)}.counts order by queue, kind`);
 
 /** A queue's settings; null lifts a limit. A `max_running` needs claims in turns: `lock`, unless told. */
 export interface QueueSettings {

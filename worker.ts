@@ -17,12 +17,10 @@
  * dead; 2 usage; 3 the database could not be reached at the start; 130 stopped by a second signal.
  */
 import { hostname } from "node:os";
-import { resolve } from "node:path";
-import { pathToFileURL } from "node:url";
 import * as config from "./config.ts";
 import { checkSchema, Database, describe, patient, pause } from "./db.ts";
-import { type Kinds, Stop } from "./jobs/kind.ts";
-import { record, run } from "./jobs/run.ts";
+import { type Kinds, loadKinds, Stop } from "./jobs/kind.ts";
+import { runToEnd } from "./jobs/run.ts";
 import * as queue from "./queue.ts";
 
 const log = config.logger("worker");
@@ -87,7 +85,11 @@ interface Worker {
 }
 
 export async function main(args: string[], signal: AbortSignal): Promise<number> {
-  const worker = await boot(args, signal);
+  const worker = await boot(args, signal).catch((error) => {
+    if (signal.aborted) return null; // stopped before it began
+    throw error;
+  });
+  if (!worker) return 0;
   // What one job's function left to fail on its own must not end the others.
   for (const kind of ["unhandledrejection", "error"] as const) {
     addEventListener(kind, (event) => {
@@ -99,12 +101,12 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   const over = new AbortController();
   const lost = new AbortController();
   const helpers = [
-    repeat("heartbeat", () => beat(worker, lost), over.signal),
-    repeat("watch", () => watch(worker), over.signal),
-    repeat("recovery", () => tidy(worker), over.signal),
+    config.repeat("heartbeat", () => beat(worker, lost), over.signal),
+    config.repeat("watch", () => watch(worker), over.signal),
+    config.repeat("recovery", () => tidy(worker), over.signal),
   ];
   const noMore = AbortSignal.any([signal, lost.signal]);
-  await repeat("claim", () => work(worker), noMore, () => worker.roomMade.signal);
+  await config.repeat("claim", () => work(worker), noMore, () => worker.roomMade.signal);
   await drain(worker, lost.signal.aborted);
   over.abort();
   await Promise.all(helpers);
@@ -120,10 +122,7 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
   const settings = config.configuration(program, spec, args);
   const url = config.requireDatabase(settings.databaseUrl);
   await config.setUpLog(settings.logLevel);
-  const module = settings.jobs === spec.jobs.fallback
-    ? new URL(settings.jobs, import.meta.url)
-    : pathToFileURL(resolve(settings.jobs));
-  const kinds: Kinds = (await import(module.href)).kinds;
+  const kinds = await loadKinds(settings.jobs);
   const serves = settings.kinds ?? Object.keys(kinds);
   const missing = serves.find((name) => !Object.hasOwn(kinds, name));
   if (missing) throw new config.UsageError(`--kinds names "${missing}", which jobs.ts has not`);
@@ -150,12 +149,8 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
   return {
     ...{ settings, kinds, serves, db, pulse, bootId, running: new Map(), lostClaims: new Set() },
     ...{ roomMade: new AbortController(), misses: 0, leader: false, passes: 0 },
-    ...{
-      lastBeatMs: -Infinity,
-      inTouchSinceMs: undefined,
-      news: false,
-      hurry: new AbortController(),
-    },
+    ...{ lastBeatMs: -Infinity, inTouchSinceMs: undefined, news: false },
+    hurry: new AbortController(),
   };
 }
 
@@ -199,8 +194,6 @@ function start(worker: Worker, job: queue.Job, sentAtMs: number): void {
   // After a failover that lost its last transactions an id can come again, as another job's.
   stop(worker.running.get(job.id), "lost", "its id is another job's");
   worker.running.set(job.id, running);
-  const facts = { job: job.id, kind: job.kind, attempt: job.attempt };
-  log.info("job {job} {kind} started, attempt {attempt}", facts);
   const runner = {
     ...{ db: worker.db, worker: worker.bootId, kinds: worker.kinds },
     maxFileBytes: worker.settings.maxFileBytes,
@@ -210,26 +203,7 @@ function start(worker: Worker, job: queue.Job, sentAtMs: number): void {
       worker.news = true;
     },
   };
-  running.ended = (async () => {
-    const outcome = await run(runner, job, running.stop.signal);
-    const stands = outcome &&
-      await record(worker.db, worker.bootId, outcome, worker.hurry.signal);
-    const seconds = ((performance.now() - sentAtMs) / 1000).toFixed(1);
-    if (!stands) log.warn("job {job} {kind} is lost: somebody else has it", facts);
-    else if ("error" in outcome) {
-      log.warn("job {job} {kind} {outcome} after {seconds} s: {error}", {
-        ...{ ...facts, outcome: outcome.outcome, seconds, error: outcome.error },
-      });
-    } else {
-      log.info("job {job} {kind} {outcome} after {seconds} s", {
-        ...{ ...facts, outcome: outcome.outcome, seconds },
-      });
-    }
-  })().catch((error) => {
-    log.error("job {job} {kind}: its outcome was not recorded: {error}", {
-      ...{ ...facts, error: describe(error) },
-    });
-  }).finally(() => {
+  running.ended = runToEnd(runner, job, running.stop.signal, worker.hurry.signal).finally(() => {
     if (worker.running.get(job.id) === running) worker.running.delete(job.id);
     worker.roomMade.abort();
   });
@@ -358,29 +332,6 @@ async function drain(worker: Worker, lost: boolean): Promise<void> {
   const timer = setTimeout(() => worker.hurry.abort(), GIVE_BACK_MS);
   await rest();
   clearTimeout(timer);
-}
-
-/**
- * Repeats a step, which returns the milliseconds until the next, until `signal` is aborted.
- *
- * @param sooner a signal, asked for after each step, that makes the next one due at once
- */
-async function repeat(
-  name: string,
-  step: () => Promise<number>,
-  signal: AbortSignal,
-  sooner: () => AbortSignal = () => signal,
-): Promise<void> {
-  while (!signal.aborted) {
-    let delayMs: number;
-    try {
-      delayMs = await step();
-    } catch (error) {
-      log.warn("{name}: {error}", { name, error: describe(error) });
-      delayMs = 500 + Math.random() * 500;
-    }
-    await pause(delayMs, signal, sooner());
-  }
 }
 
 if (import.meta.main) await config.runMain("worker", main);

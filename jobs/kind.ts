@@ -4,6 +4,8 @@
  * - {@linkcode inline}: an async function in the worker, for many small jobs;
  * - {@linkcode paid}: a request to a service that charges for it, sent at most once.
  */
+import { resolve } from "node:path";
+import { pathToFileURL } from "node:url";
 import type { z } from "zod";
 import type { FileInfo } from "../files.ts";
 import type { Job, NewJob } from "../queue.ts";
@@ -114,6 +116,14 @@ export class Stop extends Error {
 /** The job ends in review: whether the paid service has its request is not known. */
 export class Uncertain extends Error {
   override name = "Uncertain";
+}
+
+/** The kinds of the module at `path`, of the project's own jobs.ts if not given. */
+export async function loadKinds(path?: string): Promise<Kinds> {
+  const url = path === undefined
+    ? new URL("../jobs.ts", import.meta.url)
+    : pathToFileURL(resolve(path));
+  return (await import(url.href)).kinds;
 }
 
 /** A payload does not fit its kind. The message names each field at fault. */

@@ -1,4 +1,5 @@
 /** Runs one job to its outcome, whichever way its kind runs, and records that outcome. */
+import { logger } from "../config.ts";
 import { codeOf, cut, describe, patient, unstorable, type Via } from "../db.ts";
 import { FileTooLarge, inputsOf, readFile, writeFile } from "../files.ts";
 import { type Job, type NewJob, type Outcome, settle } from "../queue.ts";
@@ -16,6 +17,8 @@ import {
 } from "./kind.ts";
 import { runPaid } from "./paid.ts";
 import { runProcess } from "./process.ts";
+
+const log = logger("worker");
 
 /** Bytes of a result's JSON at the most; larger output is a file. */
 export const MAX_RESULT_BYTES = 1_048_576;
@@ -181,5 +184,39 @@ export async function record(
     const { id, attempt } = outcome;
     const refusal = `its outcome could not be stored: ${describe(error)}`;
     return (await write({ id, attempt, outcome: "failed", error: refusal })).length > 0;
+  }
+}
+
+/** Runs a job, records its outcome and logs both. `hurry`: aborted when recording has no more time. */
+export async function runToEnd(
+  runner: Runner,
+  job: Job,
+  stop: AbortSignal,
+  hurry: AbortSignal,
+): Promise<void> {
+  const facts = { job: job.id, kind: job.kind, attempt: job.attempt };
+  const startedMs = performance.now();
+  log.info("job {job} {kind} started, attempt {attempt}", facts);
+  try {
+    const outcome = await run(runner, job, stop);
+    const stands = outcome && await record(runner.db, runner.worker, outcome, hurry);
+    const seconds = ((performance.now() - startedMs) / 1000).toFixed(1);
+    if (!stands) {
+      log.warn("job {job} {kind} is lost: somebody else has it", facts);
+    } else if ("error" in outcome) {
+      const { outcome: how, error } = outcome;
+      log.warn("job {job} {kind} {how} after {seconds} s: {error}", {
+        ...facts,
+        how,
+        seconds,
+        error,
+      });
+    } else {
+      const how = outcome.outcome;
+      log.info("job {job} {kind} {how} after {seconds} s", { ...facts, how, seconds });
+    }
+  } catch (error) {
+    const why = describe(error);
+    log.error("job {job} {kind}: its outcome was not recorded: {why}", { ...facts, why });
   }
 }

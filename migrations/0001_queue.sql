@@ -409,6 +409,64 @@ create function siding.promote(most integer) returns bigint language sql as $$
   select count(*) from promoted;
 $$;
 
+-- How many of `most` jobs may start now under the queue's max_running.
+create function siding.room(queue siding.queues, most integer) returns integer language sql as $$
+  select greatest(0, least(most, queue.max_running - (
+    select count(*) from siding.jobs j where j.status = 'running' and j.queue = queue.name)));
+$$;
+
+-- Whether anything is due, without a lock and without a mark: the queues that may be claimed from
+-- now, a JSON array of {queue, claim}, the one with the next job in line first; and whether a
+-- scheduled job has fallen due. `queues` null is all.
+create function siding.look(queues text[], kinds text[], out ready jsonb, out promotable boolean)
+language sql stable as $$
+  select
+    (select coalesce(jsonb_agg(jsonb_build_object('queue', q.name, 'claim', q.claim)
+                               order by head.priority desc, head.due_at, head.id), '[]')
+     from siding.queues q
+     cross join lateral (
+       select j.priority, j.due_at, j.id from siding.jobs j
+       where j.queue = q.name and j.status = 'queued' and j.kind = any(kinds)
+       order by j.priority desc, j.due_at, j.id limit 1) head
+     where not q.paused and (queues is null or q.name = any(queues))
+       and (q.max_running is null or siding.room(q, 1) > 0)),
+    exists (select from siding.jobs where status = 'scheduled' and due_at <= now());
+$$;
+
+-- Cancels a job: at once when it waits, else by asking its worker. Work that may have been sent to
+-- a paid service stays as it is, since its outcome is not known. Returns the state it is in after,
+-- null when there is no such job.
+create function siding.cancel(job bigint) returns text language sql as $$
+  with hit as (
+    update siding.jobs set cancel_requested_at = coalesce(cancel_requested_at, now()),
+      status = case when status = 'running' then status else 'cancelled' end,
+      finished_at = case when status = 'running' then null else now() end
+    where id = job and status in ('scheduled', 'queued', 'running') and sent_at is null
+    returning status
+  )
+  select status from hit
+  union all
+  select status from siding.jobs where id = job and not exists (select from hit);
+$$;
+
+-- The unfinished jobs, by queue and kind. Each state is read from its own partial index.
+create view siding.counts as
+  select j.queue, j.kind, q.paused, q.max_running,
+    (count(*) filter (where j.status = 'scheduled'))::integer as scheduled,
+    (count(*) filter (where j.status = 'queued'))::integer as queued,
+    (count(*) filter (where j.status = 'running'))::integer as running,
+    (count(*) filter (where j.status = 'review'))::integer as review,
+    extract(epoch from now() - min(j.due_at) filter (where j.status = 'queued'))::float8
+      as oldest_wait_s
+  from (
+    select queue, kind, status, due_at from siding.jobs where status = 'scheduled'
+    union all select queue, kind, status, due_at from siding.jobs where status = 'queued'
+    union all select queue, kind, status, due_at from siding.jobs where status = 'running'
+    union all select queue, kind, status, due_at from siding.jobs where status = 'review'
+  ) j
+  join siding.queues q on q.name = j.queue
+  group by j.queue, j.kind, q.paused, q.max_running;
+
 -- The claim of a queue with the claim setting `lock`: claims take turns with each other and with
 -- whatever else takes the queue's lock. The lock and the update are two statements, because an
 -- update that takes the lock itself has a snapshot older than the lock and comes back empty; they
@@ -444,12 +502,6 @@ begin
     returning siding.room(q, most) into room;
   return query select * from siding.take(queue_name, kinds, room, worker, token, lease_s);
 end $$;
-
--- How many of `most` jobs may start now under the queue's max_running.
-create function siding.room(queue siding.queues, most integer) returns integer language sql as $$
-  select greatest(0, least(most, queue.max_running - (
-    select count(*) from siding.jobs j where j.status = 'running' and j.queue = queue.name)));
-$$;
 
 -- Takes the next jobs in line for a claim that holds what orders it; null or 0 takes none.
 create function siding.take(queue_name text, kinds text[], most integer,
