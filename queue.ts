@@ -43,6 +43,7 @@ export interface Job {
 /** What to enqueue. Only the kind is needed. */
 export interface NewJob {
   kind: string;
+  /** Any JSON value; `{}` if not given. */
   payload?: unknown;
   queue?: string;
   owner?: string;
@@ -92,9 +93,12 @@ const names = (list: readonly string[]) => `{${list.join(",")}}`;
  * @throws EnqueueError when a queue or file is missing, a value malformed, or a limit reached
  */
 export async function enqueue(sql: Sql, jobs: readonly NewJob[]): Promise<Enqueued[]> {
+  const complete = jobs.map((job) => job.payload === undefined ? { ...job, payload: {} } : job);
   try {
     return await list(sql<Enqueued[]>`
-      select id::text, created from ${s(sql)}.enqueue(${json(jobs)}::text::jsonb) order by ord`);
+      select id::text, created from ${s(sql)}.enqueue(${
+      json(complete)
+    }::text::jsonb) order by ord`);
   } catch (error) {
     // 22: a value that does not fit its type, such as a bad time, or text that Postgres cannot hold.
     if (!/^(SD|22)/.test(codeOf(error))) throw error;

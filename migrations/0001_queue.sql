@@ -191,7 +191,7 @@ create function siding.lock_queue(queue text) returns void language sql as $$
 $$;
 
 -- Enqueues a JSON array of jobs, each {kind, payload, queue, owner, priority, delay_s or due_at,
--- unique_key, files}; all but the kind may be missing. Returns a row a job, in the order given:
+-- unique_key, files: a list of ids}; all but the kind may be missing. Returns a row a job, in the order given:
 -- its id, and whether it was created or is the unfinished job that has its unique key already.
 -- All or nothing. Errors: SD404 no such queue, SD410 no such file, SD422 malformed,
 -- SD429 over a limit of the queue.
@@ -214,7 +214,7 @@ begin
     with rows as (
       insert into siding.jobs
         (id, queue, kind, owner, payload, priority, unique_key, due_at, status)
-      select ids[x.ord], coalesce(x.queue, 'default'), x.kind, x.owner, coalesce(x.payload, '{}'),
+      select ids[x.ord], coalesce(x.queue, 'default'), x.kind, x.owner, coalesce(x.payload, 'null'),
              coalesce(x.priority, 0), x.unique_key, t.due_at,
              case when t.due_at > now() then 'scheduled' else 'queued' end
       from rows from (jsonb_to_recordset(jobs) as (queue text, kind text, owner text, payload jsonb,
@@ -275,14 +275,15 @@ declare
 begin
   select format('job %s: %s', x.ord, problem) into bad
     from rows from (jsonb_to_recordset(jobs) as (kind text, owner text, unique_key text, payload jsonb,
-           due_at timestamptz, delay_s double precision))
-           with ordinality as x(kind, owner, unique_key, payload, due_at, delay_s, ord)
+           files jsonb, due_at timestamptz, delay_s double precision))
+           with ordinality as x(kind, owner, unique_key, payload, files, due_at, delay_s, ord)
     cross join lateral (select case
       when x.kind is null then 'kind is missing'
       when x.kind !~ '^[a-z0-9_.-]{1,63}$' then
         format('kind is "%s": it must be 1 to 63 of a-z, 0-9, ".", "_" and "-"', left(x.kind, 100))
       when length(x.owner) not between 1 and 200 then 'owner is not 1 to 200 characters long'
       when length(x.unique_key) not between 1 and 200 then 'unique_key is not 1 to 200 characters long'
+      when jsonb_typeof(x.files) <> 'array' then 'files is not a list of ids'
       when x.due_at is not null and x.delay_s is not null then 'due_at and delay_s are both given'
       when x.delay_s not between 0 and 315360000 then 'delay_s is not from 0 to 315360000'
       -- The stored size is a cheap bound for the text, which is only made when it matters.
@@ -378,7 +379,7 @@ begin
     from jsonb_array_elements(jobs) with ordinality as j(job, ord)
     cross join lateral jsonb_array_elements_text(j.job -> 'files')
       with ordinality as f(file_id, position)
-    where ids[j.ord] in (select unnest(fresh)) and jsonb_typeof(j.job -> 'files') = 'array'
+    where ids[j.ord] in (select unnest(fresh)) and jsonb_typeof(j.job -> 'files') = 'array' -- or null
       -- A key twice in the batch: the first of the two is the job.
       and j.ord = array_position(ids, ids[j.ord]);
   update siding.files f set kept = true

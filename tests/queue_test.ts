@@ -144,6 +144,7 @@ test("what cannot be enqueued is refused with a message that names it", async (s
     [{ kind: "a", unique_key: "" }, "SD422", "unique_key is not 1 to 200 characters"],
     [{ kind: "a", owner: "x".repeat(201) }, "SD422", "owner is not 1 to 200 characters"],
     [{ kind: "a", files: ["77"] }, "SD410", "file"],
+    [{ kind: "a", files: "77" as unknown as string[] }, "SD422", "files is not a list of ids"],
     [{ kind: "a", queue: "full" }, "SD429", 'queue "full" is full: its max_waiting is 1'],
   ];
   for (const [job, code, message] of cases) {
@@ -153,6 +154,13 @@ test("what cannot be enqueued is refused with a message that names it", async (s
   assertEquals((await queue.counts(sql)).map((count) => count.queued), [1]);
   const largest = "x".repeat(1_048_574); // with its two quotes exactly 1 MiB
   await queue.enqueue(sql, [{ kind: "a", payload: largest }]);
+});
+
+test("a payload is any JSON value, also null, and {} when there is none", async (sql) => {
+  const payloads = [null, undefined, 0, "", [], { a: null }, "\u00e9\u{1f3b5}"];
+  const entries = await queue.enqueue(sql, payloads.map((payload) => ({ kind: "a", payload })));
+  const jobs = await queue.get(sql, entries.map((entry) => entry.id));
+  assertEquals(jobs.map((job) => job.payload), payloads.map((p) => p === undefined ? {} : p));
 });
 
 test("a unique key returns the unfinished job that has it, of its kind only, until that is final", async (sql) => {
