@@ -12,7 +12,7 @@ import {
   type LogRecord,
 } from "@logtape/logtape";
 import { z } from "zod";
-import { describe, isTransient, pause } from "./db.ts";
+import { describe, isTransient, pause, schemaProblem } from "./db.ts";
 
 /** The version of this code, in logs and in the table processes. */
 export const VERSION = "0.1.0";
@@ -163,6 +163,10 @@ export function configuration<S extends Record<string, Setting<unknown>>>(
   if (unknown.length > 0) {
     throw new UsageError(`there is no flag ${unknown[0]}; --help shows those there are`);
   }
+  if (program.usage === undefined && parsed._.length > 0) {
+    throw new UsageError(`"${parsed._[0]}" is not wanted: ${program.name} takes flags only`);
+  }
+  if (schemaProblem) throw new UsageError(schemaProblem);
 
   const values: Record<string, unknown> = { rest: parsed._.map(String) };
   for (const [flag, name] of flagOf) {
@@ -238,6 +242,14 @@ function helpText(program: Program, spec: Record<string, Setting<unknown>>): str
 export function requireDatabase(url: string | undefined): string {
   if (url === undefined) {
     throw new UsageError("DATABASE_URL is not set: it names the Postgres of the queue");
+  }
+  try {
+    decodeURIComponent(new URL(url).href);
+  } catch {
+    // Not the value: it may hold a password, and the message of the failure quotes it.
+    throw new UsageError(
+      "DATABASE_URL is not a URL: special characters in a password are written as %40 and the like",
+    );
   }
   return url;
 }

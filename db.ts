@@ -19,16 +19,12 @@ export type Pool = postgres.Sql<{}>;
 export const CODE_MIGRATION = 1;
 
 /** The schema of Siding's tables (SIDING_SCHEMA). Every name is qualified: a pooler keeps no search_path. */
-export const schema = schemaName(Deno.env.get("SIDING_SCHEMA") ?? "siding");
+export const schema = Deno.env.get("SIDING_SCHEMA") || "siding";
 
-function schemaName(name: string): string {
-  if (!/^[a-z_][a-z0-9_]{0,62}$/.test(name)) {
-    throw new TypeError(
-      `SIDING_SCHEMA is "${name}": a schema's name is lower-case letters, digits and _, at most 63`,
-    );
-  }
-  return name;
-}
+/** What is wrong with the schema's name, or null. Names go into SQL as they are. */
+export const schemaProblem = /^[a-z_][a-z0-9_]{0,62}$/.test(schema)
+  ? null
+  : `SIDING_SCHEMA is "${schema}": it must be a lower-case letter or _, then letters, digits and _`;
 
 export interface ConnectOptions {
   /** Connections at the most. Opened when first needed. */
@@ -37,13 +33,18 @@ export interface ConnectOptions {
   name?: string;
   /** Prepared statements; off for a pooler that cannot carry them (PgBouncer before 1.21). */
   prepare?: boolean;
+  /** Statements sent on a connection behind one whose reply is not there yet. */
+  pipeline?: boolean;
 }
 
 /** A pool of connections to the database at `url`. Nothing is sent before the first statement. */
 export function connect(url: string, options: ConnectOptions = {}): Pool {
+  if (schemaProblem) throw new TypeError(schemaProblem);
   return postgres(url, {
     max: options.max ?? 4,
     prepare: options.prepare ?? true,
+    // @ts-ignore: the driver has the option, its types do not. With 0 it cannot begin().
+    max_pipeline: options.pipeline ?? true ? 100 : 0,
     connect_timeout: 10,
     // Statements carry arrays as JSON or text, so the driver need not ask for the array types.
     fetch_types: false,
@@ -72,15 +73,26 @@ export class StatementTimeout extends Error {
  */
 export class Database implements Via {
   #pool: Pool;
+  #free: number;
+  readonly #waiting: (() => void)[] = [];
   readonly #open: () => Pool;
 
-  constructor(url: string, options: ConnectOptions = {}, readonly limitMs = 20_000) {
-    this.#open = () => connect(url, options);
+  constructor(url: string, options: ConnectOptions & { max: number }, readonly limitMs = 20_000) {
+    // Sent behind another, a statement would wait for it; and PgBouncer in transaction mode loses
+    // what comes behind one without parameters, since it has given the server away by then (seen
+    // with 1.18: "got packet from server when not linked").
+    this.#open = () => connect(url, { ...options, pipeline: false });
     this.#pool = this.#open();
+    this.#free = options.max;
   }
 
-  /** Runs `f`, which sends a statement or a few, with the pool of the moment. */
+  /**
+   * Runs `f`, which sends a statement or a few one after the other, with the pool of the moment.
+   * The limit counts from when a connection is free for it.
+   */
   async run<T>(f: (sql: Pool) => Promise<T>, limitMs = this.limitMs): Promise<T> {
+    if (this.#free === 0) await new Promise<void>((resolve) => this.#waiting.push(resolve));
+    else this.#free--;
     const pool = this.#pool;
     let timer: ReturnType<typeof setTimeout> | undefined;
     const late = new Promise<never>((_, reject) => {
@@ -97,6 +109,9 @@ export class Database implements Via {
       throw error;
     } finally {
       clearTimeout(timer);
+      const next = this.#waiting.shift();
+      if (next) next();
+      else this.#free++;
     }
   }
 
@@ -118,8 +133,10 @@ export function codeOf(error: unknown): string {
 
 /** Whether the connection is gone: lost, refused, or ended by the server (57P01 to 57P05, 25P03). */
 export function isDisconnect(error: unknown): boolean {
-  return error instanceof StatementTimeout ||
-    /^(CONNECT|E[A-Z]{3,}|08|57P0|25P03)/.test(codeOf(error));
+  const network = /^(CONNECT|ECONN|EPIPE|ETIMEDOUT|E(HOST|NET)(UNREACH|DOWN)|ENOTFOUND|EAI_)/;
+  return error instanceof StatementTimeout || network.test(codeOf(error)) ||
+    /^(08|57P0|25P03)/.test(codeOf(error)) ||
+    (error instanceof Error && "syscall" in error && error.syscall === "connect");
 }
 
 /**
@@ -164,15 +181,22 @@ export async function pause(ms: number, ...signals: AbortSignal[]): Promise<void
   for (const signal of signals) signal.removeEventListener("abort", done);
 }
 
-/** One line about an error, without a connection string or parameters. */
+/** One line about whatever was thrown, without a connection string or parameters. */
 export function describe(error: unknown): string {
-  if (!(error instanceof Error)) return String(error);
-  const code = codeOf(error);
-  // An AggregateError (both addresses of a host refused) has an empty message of its own.
-  const message = error.message || (error instanceof AggregateError && error.errors[0]?.message) ||
-    error.name;
-  return (code && !/^SD/.test(code) && !message.includes(code) ? `${message} (${code})` : message)
-    .replace(/postgres(ql)?:\/\/\S+/g, "postgres://…");
+  try {
+    if (!(error instanceof Error)) return String(error);
+    const code = codeOf(error);
+    // An AggregateError (both addresses of a host refused) has an empty message of its own.
+    const message = error.message
+      ? String(error.message)
+      : error instanceof AggregateError
+      ? String(error.errors[0]?.message)
+      : error.name;
+    return (code && !/^SD/.test(code) && !message.includes(code) ? `${message} (${code})` : message)
+      .replace(/postgres(ql)?:\/\/.*/g, "postgres://…");
+  } catch {
+    return "something was thrown that says nothing"; // an object that cannot become a string
+  }
 }
 
 /**

@@ -5,8 +5,16 @@
  * job takes it as an input, or the attempt that wrote it finishes its job, it is loose, and the
  * sweep removes it after an hour: a writer may die anywhere here and leave nothing for good.
  */
-import { cut, type Pool, schema, type Via } from "./db.ts";
+import { codeOf, cut, type Pool, schema, type Via } from "./db.ts";
 import type { Claimed } from "./queue.ts";
+
+/** A file was written so slowly that the sweep took it for one that no job came for. */
+export class FileSwept extends Error {
+  override name = "FileSwept";
+  constructor(file: string) {
+    super(`${file} was swept while it was written: it took longer than SIDING_FILE_GRACE_S`);
+  }
+}
 
 /** Bytes of a chunk. */
 export const CHUNK_BYTES = 1_048_576;
@@ -84,12 +92,15 @@ export async function writeFile(
         sql(schema)
       }.file_chunks (file_id, number, data) values (${id}, ${at}, decode(${base64}, 'base64'))
       on conflict do nothing`
-    );
+    ).catch((error) => {
+      throw codeOf(error) === "23503" ? new FileSwept(base) : error; // its row is gone
+    });
   }
-  await db.run((sql) =>
+  const rows = await db.run((sql) =>
     sql`
-    update ${sql(schema)}.files set complete = true, bytes = ${bytes} where id = ${id}`
+    update ${sql(schema)}.files set complete = true, bytes = ${bytes} where id = ${id} returning id`
   );
+  if (rows.length === 0) throw new FileSwept(base);
   return { id, name: base, media_type, bytes };
 }
 
@@ -140,10 +151,13 @@ export async function outputsOf(db: Via, jobId: string): Promise<FileInfo[]> {
 
 const list = async (db: Via, f: (sql: Pool) => Promise<FileInfo[]>) => Array.from(await db.run(f));
 
-/** The last part of a path, without what could be one or would not show; at most 255 characters. */
+/** The last part of a path, without what could be one or would not show; at most 255 bytes. */
 export function baseName(name: string): string {
-  const base = cut(name, 1000).split(/[\\/]/).at(-1)!.replace(/\p{Cc}/gu, "_");
-  return base === "" || base === "." || base === ".." ? "file" : base.slice(-255).toWellFormed();
+  const base = cut(name, 5000).split(/[\\/]/).at(-1)!.replace(/\p{Cc}/gu, "_");
+  if (base === "" || base === "." || base === "..") return "file";
+  if (new TextEncoder().encode(base).length <= 255) return base;
+  const ending = /\.[a-zA-Z0-9]{1,10}$/.exec(base)?.[0] ?? "";
+  return cut(base.slice(0, base.length - ending.length), 255 - ending.length) + ending;
 }
 
 /** Cuts a stream into pieces of {@linkcode CHUNK_BYTES}, the last one shorter. */

@@ -55,7 +55,7 @@ export async function migrate(
   say: (line: string) => void = () => {},
   all = migrations(),
 ): Promise<Migration[]> {
-  const sql = connect(url, { max: 1, name: "siding migrate" });
+  const sql = connect(url, { max: 1, name: "siding migrate", prepare: false });
   try {
     await patiently("the table of migrations", say, () => createLedger(sql));
     const applied: Migration[] = [];
@@ -77,7 +77,7 @@ export async function migrate(
 
 /** The migrations that the database has not had. */
 export async function missing(url: string, all = migrations()): Promise<Migration[]> {
-  const sql = connect(url, { max: 1, name: "siding migrate" });
+  const sql = connect(url, { max: 1, name: "siding migrate", prepare: false });
   try {
     const had = await appliedNumbers(sql);
     return all.filter((migration) => !had.has(migration.number));

@@ -82,8 +82,8 @@ const s = (sql: Sql) => sql(schema);
 const json = (value: unknown) => JSON.stringify(value);
 /** A plain array: the driver's carries the statement and more. */
 const list = async <T>(rows: PromiseLike<T[]>): Promise<T[]> => Array.from(await rows);
-/** A list of names as Postgres writes it; names hold none of its special characters. */
-const names = (list: readonly string[]) => `{${list.join(",")}}`;
+/** A list of names or ids as Postgres writes it; they hold no quotes. Quoted, since null is a name too. */
+const names = (list: readonly string[]) => `{${list.map((name) => `"${name}"`).join(",")}}`;
 
 /**
  * Enqueues jobs in one statement, on a pool or in the caller's transaction, with which they then
@@ -93,15 +93,25 @@ const names = (list: readonly string[]) => `{${list.join(",")}}`;
  * @throws EnqueueError when a queue or file is missing, a value malformed, or a limit reached
  */
 export async function enqueue(sql: Sql, jobs: readonly NewJob[]): Promise<Enqueued[]> {
-  const complete = jobs.map((job) => job.payload === undefined ? { ...job, payload: {} } : job);
+  const complete = jobs.map((job, index) => {
+    const { delay_s, due_at } = job;
+    // JSON would make these null, and the job due at once.
+    if (typeof delay_s === "number" && !Number.isFinite(delay_s)) {
+      throw new EnqueueError(`job ${index + 1}: delay_s is ${delay_s}`, "SD422");
+    }
+    if (due_at instanceof Date && Number.isNaN(due_at.getTime())) {
+      throw new EnqueueError(`job ${index + 1}: due_at is not an instant`, "SD422");
+    }
+    return job.payload === undefined ? { ...job, payload: {} } : job;
+  });
   try {
     return await list(sql<Enqueued[]>`
       select id::text, created from ${s(sql)}.enqueue(${
       json(complete)
     }::text::jsonb) order by ord`);
   } catch (error) {
-    // 22: a value that does not fit its type, such as a bad time, or text that Postgres cannot hold.
-    if (!/^(SD|22)/.test(codeOf(error))) throw error;
+    // A value that fits no type (22), such as a bad time, no column (23), or is nested too deep (54).
+    if (!/^(SD|22|23|54)/.test(codeOf(error))) throw error;
     throw new EnqueueError(unstorable(jobs, "jobs") ?? (error as Error).message, codeOf(error));
   }
 }

@@ -18,8 +18,9 @@
  */
 import { hostname } from "node:os";
 import * as config from "./config.ts";
-import { checkSchema, Database, describe, patient, pause } from "./db.ts";
+import { checkSchema, Database, describe, isDisconnect, patient, pause } from "./db.ts";
 import { type Kinds, loadKinds, Stop } from "./jobs/kind.ts";
+import { sweepFolders } from "./jobs/process.ts";
 import { runToEnd } from "./jobs/run.ts";
 import * as queue from "./queue.ts";
 
@@ -52,6 +53,8 @@ interface Running {
   progress: number | null;
   /** When the renewal that last succeeded was sent, by this process's monotonic clock. */
   renewedAtMs: number;
+  /** Told of each renewal: the guard of the job's process. */
+  tell: (leftS: number) => void;
   ended: Promise<void>;
 }
 
@@ -60,18 +63,19 @@ interface Worker {
   kinds: Kinds;
   /** The names of the kinds it claims. */
   serves: string[];
-  /** Statements of jobs, and claims. */
+  /** Claims, and what moves jobs; their files, which must not hold that up. */
   db: Database;
+  files: Database;
   /** The heartbeat's own connection: nothing that waits can stand before it. */
   pulse: Database;
   bootId: string;
   running: Map<string, Running>;
-  /** The tokens of claims that ended in an error, and may have taken jobs all the same. */
-  lostClaims: Set<string>;
+  /** The tokens of claims that ended in an error, and may have taken jobs all the same, and when. */
+  lostClaims: Map<string, number>;
   /** Aborted when a job has ended, since there is room for the next; a new one each step. */
   roomMade: AbortController;
-  /** Claims in a row that came back empty. */
-  misses: number;
+  /** Queues whose claim came back empty or failed: how often in a row, and until when to leave them. */
+  misses: Map<string, { count: number; untilMs: number }>;
   leader: boolean;
   /** Passes of tidy(). */
   passes: number;
@@ -113,7 +117,7 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   if (!lost.signal.aborted) {
     await worker.pulse.run((sql) => queue.deregister(sql, worker.bootId), 2000).catch(() => {});
   }
-  await Promise.all([worker.db.close(), worker.pulse.close()]);
+  await Promise.all([worker.db.close(), worker.files.close(), worker.pulse.close()]);
   log.info(lost.signal.aborted ? "ended: it was taken for dead" : "stopped");
   return lost.signal.aborted ? 1 : 0;
 }
@@ -122,14 +126,25 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
   const settings = config.configuration(program, spec, args);
   const url = config.requireDatabase(settings.databaseUrl);
   await config.setUpLog(settings.logLevel);
-  const kinds = await loadKinds(settings.jobs);
+  if (settings.leaseS * 1000 < 3 * settings.heartbeatMs) {
+    throw new config.UsageError(
+      `--lease-s is ${settings.leaseS}: it must be at least three times --heartbeat-ms, ` +
+        `which is ${settings.heartbeatMs}`,
+    );
+  }
+  const kinds = await loadKinds(settings.jobs).catch((error) => {
+    throw new config.UsageError(`--jobs ${settings.jobs}: ${describe(error)}`);
+  });
   const serves = settings.kinds ?? Object.keys(kinds);
   const missing = serves.find((name) => !Object.hasOwn(kinds, name));
   if (missing) throw new config.UsageError(`--kinds names "${missing}", which jobs.ts has not`);
 
+  await sweepFolders();
+
   const name = Deno.env.get("RAILWAY_REPLICA_ID") ?? `${hostname()}-${Deno.pid}`;
   const options = { name: "siding worker", prepare: settings.prepare };
-  const db = new Database(url, { ...options, max: 3 }, settings.statementLimitMs);
+  const db = new Database(url, { ...options, max: 2 }, settings.statementLimitMs);
+  const files = new Database(url, { ...options, max: 1 }, settings.statementLimitMs);
   const pulse = new Database(url, { ...options, max: 1 }, settings.statementLimitMs);
   const start = patient(db, signal, START_MS);
   const behind = await start.run(checkSchema);
@@ -147,8 +162,18 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
   );
   log.info("worker {name} {boot} serves {serves}", { name, boot: bootId.slice(0, 8), serves });
   return {
-    ...{ settings, kinds, serves, db, pulse, bootId, running: new Map(), lostClaims: new Set() },
-    ...{ roomMade: new AbortController(), misses: 0, leader: false, passes: 0 },
+    ...{
+      settings,
+      kinds,
+      serves,
+      db,
+      files,
+      pulse,
+      bootId,
+      running: new Map(),
+      lostClaims: new Map(),
+    },
+    ...{ roomMade: new AbortController(), misses: new Map(), leader: false, passes: 0 },
     ...{ lastBeatMs: -Infinity, inTouchSinceMs: undefined, news: false },
     hurry: new AbortController(),
   };
@@ -156,30 +181,46 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
 
 /** One look and, when there is something, one claim. @returns milliseconds until the next */
 async function work(worker: Worker): Promise<number> {
-  const { settings, serves, db, bootId } = worker;
+  const { settings, serves, db } = worker;
   const room = settings.concurrency - worker.running.size;
   worker.roomMade = new AbortController();
   if (room <= 0) return settings.pollMaxMs;
   const { ready, promotable } = await db.run((sql) => queue.look(sql, settings.queues, serves));
   // None moved: somebody's open transaction holds them, which is no reason to wait with the others.
   if (promotable && await db.run((sql) => queue.promote(sql)) > 0) return 0;
+  // A queue that is locked, or whose next job is, must not keep the worker from the others.
+  const open = ready.filter(({ queue }) =>
+    !(performance.now() < (worker.misses.get(queue)?.untilMs ?? 0))
+  );
+  for (const candidate of open) {
+    if (await claimFrom(worker, candidate, room) > 0) return 0;
+  }
   if (ready.length === 0) return jitter(settings.pollMaxMs);
+  const soonestMs = Math.min(...ready.map(({ queue }) => worker.misses.get(queue)?.untilMs ?? 0));
+  return Math.max(10, Math.min(settings.pollMaxMs, soonestMs - performance.now()));
+}
 
+/** Claims from one queue and starts what it got. @returns how many */
+async function claimFrom(worker: Worker, from: queue.Ready, room: number): Promise<number> {
+  const { settings, db, misses } = worker;
   const token = crypto.randomUUID();
   const sentAtMs = performance.now();
-  const claim = { worker: bootId, kinds: serves, most: room, leaseS: settings.leaseS, token };
-  let claimed: queue.Job[];
-  try {
-    claimed = await db.run((sql) => queue.claim(sql, ready[0], claim));
-  } catch (error) {
-    worker.lostClaims.add(token);
-    throw error;
-  }
-  for (const job of claimed) start(worker, job, sentAtMs);
-  worker.misses = claimed.length > 0 ? 0 : worker.misses + 1;
-  if (worker.misses === 0) return 0;
+  const options = { worker: worker.bootId, kinds: worker.serves, most: room, token };
+  const count = (misses.get(from.queue)?.count ?? 0) + 1;
   // Others were faster, or hold what was seen: further and further apart, not all at once again.
-  return jitter(Math.min(settings.pollMaxMs, 20 * 2 ** Math.min(worker.misses, 10)));
+  let pauseMs = Math.min(settings.pollMaxMs, 10 * 2 ** Math.min(count, 10));
+  let jobs: queue.Job[] = [];
+  try {
+    jobs = await db.run((sql) => queue.claim(sql, from, { ...options, leaseS: settings.leaseS }));
+  } catch (error) {
+    if (isDisconnect(error)) worker.lostClaims.set(token, sentAtMs);
+    log.warn("claim from {queue}: {error}", { queue: from.queue, error: describe(error) });
+    pauseMs = settings.pollMaxMs * Math.min(count, 5);
+  }
+  for (const job of jobs) start(worker, job, sentAtMs);
+  if (jobs.length > 0) misses.delete(from.queue);
+  else misses.set(from.queue, { count, untilMs: performance.now() + jitter(pauseMs) });
+  return jobs.length;
 }
 
 /** So that workers which started together do not ask together. */
@@ -189,14 +230,19 @@ const jitter = (ms: number) => ms * (0.8 + Math.random() * 0.4);
 function start(worker: Worker, job: queue.Job, sentAtMs: number): void {
   const running: Running = {
     ...{ job, stop: new AbortController(), stage: null, progress: null, renewedAtMs: sentAtMs },
-    ended: Promise.resolve(),
+    ...{ tell: () => {}, ended: Promise.resolve() },
   };
   // After a failover that lost its last transactions an id can come again, as another job's.
   stop(worker.running.get(job.id), "lost", "its id is another job's");
   worker.running.set(job.id, running);
   const runner = {
-    ...{ db: worker.db, worker: worker.bootId, kinds: worker.kinds },
+    ...{ db: worker.db, files: worker.files, worker: worker.bootId, kinds: worker.kinds },
     maxFileBytes: worker.settings.maxFileBytes,
+    onLease: (tell: (leftS: number) => void) => {
+      running.tell = tell;
+      tell(guardedS(worker, running));
+      return () => running.tell = () => {};
+    },
     report: (stage?: string, progress?: number) => {
       running.stage = stage ?? running.stage;
       running.progress = progress ?? running.progress;
@@ -208,6 +254,13 @@ function start(worker: Worker, job: queue.Job, sentAtMs: number): void {
     worker.roomMade.abort();
   });
 }
+
+/** Before the lease ends: a worker stops its job so long before, its guard half as long. */
+const marginS = (worker: Worker) => Math.min(20, worker.settings.leaseS / 6);
+
+/** Seconds after which the guard ends the job, should no renewal come. */
+const guardedS = (worker: Worker, { renewedAtMs }: Running) =>
+  worker.settings.leaseS - marginS(worker) / 2 - (performance.now() - renewedAtMs) / 1000;
 
 function stop(running: Running | undefined, why: Stop["why"], message: string): void {
   running?.stop.abort(new Stop(why, message));
@@ -265,13 +318,21 @@ function heed(
   const states = new Map(pulse.beats.map((b) => [b.id, b]));
   for (const running of named) {
     const state = states.get(running.job.id);
-    if (state?.state === "renewed") running.renewedAtMs = sentAtMs;
+    if (state?.state === "renewed") {
+      running.renewedAtMs = sentAtMs;
+      running.tell(guardedS(worker, running));
+    }
     if (state?.state === "lost") stop(running, "lost", "somebody else has it");
     if (state?.cancel) stop(running, "cancelled", "cancelled");
   }
+  for (const [token, atMs] of worker.lostClaims) {
+    // Whatever it may have taken has been given back, or recovered.
+    if (sentAtMs - atMs > 2 * worker.settings.leaseS * 1000) worker.lostClaims.delete(token);
+  }
   for (const stray of pulse.strays) {
-    if (!worker.lostClaims.delete(stray.claim_token)) continue; // it started, or ended, meanwhile
+    if (!worker.lostClaims.has(stray.claim_token)) continue; // it started, or ended, meanwhile
     log.warn("job {job} was claimed by a call whose reply was lost: given back", { job: stray.id });
+    // Should this fail, it is a stray of the next heartbeat too.
     worker.db.run((sql) => queue.release(sql, worker.bootId, stray, "its claim's reply was lost"))
       .catch((error) => log.warn("{error}", { error: describe(error) }));
   }
@@ -280,7 +341,7 @@ function heed(
 /** Stops jobs whose lease could not be renewed, before it ends and others may take them. */
 function watch(worker: Worker): Promise<number> {
   const leaseMs = worker.settings.leaseS * 1000;
-  const marginMs = Math.min(20_000, leaseMs / 6);
+  const marginMs = marginS(worker) * 1000;
   for (const running of worker.running.values()) {
     if (performance.now() - running.renewedAtMs > leaseMs - marginMs) {
       stop(running, "released", "its lease could not be renewed");

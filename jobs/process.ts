@@ -6,21 +6,32 @@
  * - stdout is one JSON object a line: {"stage": "…", "progress": 0.4} as often as it likes, with
  *   "next": [{kind, payload, …}] on any for jobs to enqueue when it is done; and a last one,
  *   {"result": …} or {"error": "…", "retry": false} or {"retry_after_s": 60};
- * - the end of stderr is kept for the error of a process that fails without a word.
+ * - the end of stderr is kept for the error of a process that fails without a word;
+ * - when it has to stop it gets SIGTERM, and SIGKILL 5 s later, and its children too.
+ *
+ * It runs under guard.sh, which ends it when this process cannot.
  */
-import { mkdir, rm } from "node:fs/promises";
-import { rmSync } from "node:fs";
+import { mkdir, readdir, rm, writeFile } from "node:fs/promises";
+import { existsSync } from "node:fs";
+import { tmpdir } from "node:os";
 import { join } from "node:path";
+import { fileURLToPath } from "node:url";
 import { baseName } from "../files.ts";
 import type { NewJob } from "../queue.ts";
-import { type Context, PermanentFailure, type ProcessKind, Snooze } from "./kind.ts";
+import { type Context, PermanentFailure, type ProcessKind, Snooze, Stop } from "./kind.ts";
 
+const GUARD = fileURLToPath(new URL("guard.sh", import.meta.url));
 /** A line of stdout at the most: a result of 1 MiB and its wrapping. */
 const MAX_LINE_BYTES = 1_200_000;
 /** How much of stderr's end is kept. */
 const STDERR_BYTES = 4096;
-/** After SIGTERM, until SIGKILL. */
-const KILL_AFTER_MS = 5000;
+/** How long its output is read on after its end: a child in a session of its own may hold it open. */
+const AFTERMATH_MS = 2000;
+/** Work folders; the number is the process id of their worker. */
+const FOLDER = /^siding-job-(\d+)-/;
+
+/** Tells, now and at each renewal, how many seconds the job may still run. @returns to stop it */
+export type OnLease = (tell: (leftS: number) => void) => () => void;
 
 /** What the last line said. */
 type Verdict =
@@ -28,29 +39,20 @@ type Verdict =
   | { error: string; retry: boolean }
   | { retry_after_s: number };
 
-/** The folders and process groups of running jobs, which go with this process however it ends. */
-const live = new Map<string, number | undefined>();
-addEventListener("unload", () => {
-  for (const [folder, pid] of live) {
-    if (pid !== undefined) killGroup(pid, "SIGKILL");
-    rmSync(folder, { recursive: true, force: true });
-  }
-});
-
 /** @returns the result; throws what ended the job otherwise, or the signal's reason when stopped */
 export async function runProcess(
   kind: ProcessKind,
   payload: unknown,
   context: Context,
-  workRoot?: string,
+  onLease: OnLease = () => () => {},
 ): Promise<unknown> {
-  const folder = await Deno.makeTempDir({ dir: workRoot, prefix: "siding-job-" });
-  live.set(folder, undefined);
+  const folder = await Deno.makeTempDir({ prefix: `siding-job-${Deno.pid}-` });
   try {
     const files = await fetchInputs(folder, context);
     const { id, kind: name, attempt, owner } = context.job;
-    const input = JSON.stringify({ id, kind: name, attempt, owner, payload, files });
-    const verdict = await converse(kind, folder, input, context);
+    const input = { id, kind: name, attempt, owner, payload, files };
+    await writeFile(join(folder, "job.json"), JSON.stringify(input));
+    const verdict = await converse(kind, folder, context, onLease);
     if ("retry_after_s" in verdict) throw new Snooze(verdict.retry_after_s);
     if ("error" in verdict) {
       throw verdict.retry ? new Error(verdict.error) : new PermanentFailure(verdict.error);
@@ -58,8 +60,17 @@ export async function runProcess(
     await storeOutputs(join(folder, "out"), context);
     return verdict.result;
   } finally {
-    live.delete(folder);
     await rm(folder, { recursive: true, force: true });
+  }
+}
+
+/** Removes the work folders of workers on this machine that are no more. */
+export async function sweepFolders(): Promise<void> {
+  for (const name of await readdir(tmpdir())) {
+    const pid = FOLDER.exec(name)?.[1];
+    if (pid && existsSync("/proc/self") && !existsSync(`/proc/${pid}`)) {
+      await rm(join(tmpdir(), name), { recursive: true, force: true });
+    }
   }
 }
 
@@ -83,55 +94,65 @@ async function storeOutputs(folder: string, context: Context): Promise<void> {
     context.signal.throwIfAborted();
     const path = join(folder, entry.name);
     if (entry.isDirectory) await storeOutputs(path, context);
-    if (entry.isFile) await context.write(entry.name, (await Deno.open(path)).readable);
+    if (!entry.isFile) continue;
+    const file = await Deno.open(path).catch((error) => {
+      throw new PermanentFailure(`its output file ${path}: ${error.message}`);
+    });
+    await context.write(entry.name, file.readable);
   }
 }
 
-/** Starts the process, gives it its job, hears its lines, and sees it and its children end. */
+/** Starts the process, hears its lines, and sees it and its children end. */
 async function converse(
   kind: ProcessKind,
   folder: string,
-  input: string,
   context: Context,
+  onLease: OnLease,
 ): Promise<Verdict> {
   const { signal } = context;
   signal.throwIfAborted();
-  const child = new Deno.Command(kind.command[0], {
-    args: kind.command.slice(1),
+  const child = new Deno.Command("/bin/sh", {
+    args: [GUARD, ...kind.command],
     cwd: folder,
     clearEnv: true,
     env: environment(kind.env),
     stdin: "piped",
     stdout: "piped",
     stderr: "piped",
-    detached: true, // a process group of its own, so that its children can be ended too
+    detached: true, // out of reach of a terminal's Ctrl-C, which is for the worker
   }).spawn();
-  live.set(folder, child.pid);
-  let killTimer: ReturnType<typeof setTimeout> | undefined;
-  const stop = () => {
-    killGroup(child.pid, "SIGTERM");
-    killTimer = setTimeout(() => killGroup(child.pid, "SIGKILL"), KILL_AFTER_MS);
-  };
+  const guard = child.stdin.getWriter();
+  // Closing its stdin is how the guard is told, by our wish or by our death.
+  const stop = () => guard.close().catch(() => {});
+  const stopTelling = onLease((leftS) => {
+    guard.write(new TextEncoder().encode(`${Math.max(0, leftS)}\n`)).catch(() => {});
+  });
   signal.addEventListener("abort", stop);
-  const stderr = tail(child.stderr, STDERR_BYTES);
-  const lines = hear(child.stdout, context).catch((error: unknown) => {
-    killGroup(child.pid, "SIGKILL"); // it does not keep to the protocol
+  const enough = new AbortController();
+  const stderr = tail(piecesOf(child.stderr, enough.signal), STDERR_BYTES);
+  const lines = hear(piecesOf(child.stdout, enough.signal), context).catch((error: unknown) => {
+    stop(); // it does not keep to the protocol
     return error instanceof Error ? error : new Error(String(error));
   });
-  await give(child.stdin, input);
-  const status = await child.status;
-  // Children that it left behind would run on, and hold its output open.
-  killGroup(child.pid, "SIGKILL");
-  const verdict = await lines;
-  const said = await stderr;
-  clearTimeout(killTimer);
+  const { code } = await child.status;
+  stopTelling();
+  const timer = setTimeout(() => enough.abort(), AFTERMATH_MS);
+  const [verdict, said] = [await lines, await stderr];
+  clearTimeout(timer);
   signal.removeEventListener("abort", stop);
+  await stop();
   signal.throwIfAborted();
+  if (existsSync(join(folder, "overdue"))) {
+    throw new Stop("released", "its worker could not renew its lease");
+  }
   if (verdict instanceof Error) throw verdict;
-  if (verdict && (status.success || "error" in verdict)) return verdict;
-  const how = status.signal
-    ? `was ended by ${status.signal}${status.signal === "SIGKILL" ? " (out of memory?)" : ""}`
-    : `exited with code ${status.code}`;
+  if (verdict && (code === 0 || "error" in verdict)) return verdict;
+  // A shell's way to tell of a signal.
+  const how = code > 128
+    ? `ended with ${code}, as after ${
+      code === 137 ? "SIGKILL (out of memory?)" : `signal ${code - 128}`
+    }`
+    : `exited with code ${code}`;
   const without = verdict ? "" : " without a result";
   throw new Error(`the process ${how}${without}${said && `; the end of its stderr: ${said}`}`);
 }
@@ -145,20 +166,9 @@ function environment(own: Record<string, string> = {}): Record<string, string> {
   return { ...Object.fromEntries(kept), ...own };
 }
 
-/** A process may end without having read its input: no fault of its own. */
-async function give(stdin: WritableStream<Uint8Array>, input: string): Promise<void> {
-  const writer = stdin.getWriter();
-  try {
-    await writer.write(new TextEncoder().encode(input));
-    await writer.close();
-  } catch {
-    // EPIPE
-  }
-}
-
 /** Reads stdout line by line, reporting stages. @returns what the last line said */
 async function hear(
-  stdout: ReadableStream<Uint8Array>,
+  stdout: AsyncIterable<Uint8Array>,
   context: Context,
 ): Promise<Verdict | undefined> {
   let verdict: Verdict | undefined;
@@ -202,8 +212,25 @@ function understand(line: string, number: number, context: Context): Verdict | u
   );
 }
 
+/** The pieces of a stream, to its end or until `enough` is aborted. */
+async function* piecesOf(stream: ReadableStream<Uint8Array>, enough: AbortSignal) {
+  const reader = stream.getReader();
+  const cancel = () => reader.cancel().catch(() => {});
+  enough.addEventListener("abort", cancel);
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      yield value;
+    }
+  } finally {
+    enough.removeEventListener("abort", cancel);
+    await cancel();
+  }
+}
+
 /** Cuts a stream into lines, and refuses one that would fill the memory. */
-async function* linesOf(stream: ReadableStream<Uint8Array>): AsyncGenerator<string> {
+async function* linesOf(stream: AsyncIterable<Uint8Array>): AsyncGenerator<string> {
   const decoder = new TextDecoder();
   let pieces: Uint8Array[] = [];
   let bytes = 0;
@@ -239,7 +266,7 @@ async function* linesOf(stream: ReadableStream<Uint8Array>): AsyncGenerator<stri
 }
 
 /** The last `most` bytes of a stream, as text. */
-async function tail(stream: ReadableStream<Uint8Array>, most: number): Promise<string> {
+async function tail(stream: AsyncIterable<Uint8Array>, most: number): Promise<string> {
   let kept = new Uint8Array();
   for await (const chunk of stream) {
     const joined = new Uint8Array(kept.length + chunk.length);
@@ -248,12 +275,4 @@ async function tail(stream: ReadableStream<Uint8Array>, most: number): Promise<s
     kept = joined.slice(-most);
   }
   return new TextDecoder().decode(kept).trim();
-}
-
-function killGroup(pid: number, signal: Deno.Signal): void {
-  try {
-    Deno.kill(-pid, signal);
-  } catch {
-    // No process of the group is left.
-  }
 }

@@ -16,7 +16,7 @@ import {
   Uncertain,
 } from "./kind.ts";
 import { runPaid } from "./paid.ts";
-import { runProcess } from "./process.ts";
+import { type OnLease, runProcess } from "./process.ts";
 
 const log = logger("worker");
 
@@ -27,13 +27,15 @@ const INLINE_GRACE_MS = 5000;
 
 /** What running a job needs. */
 export interface Runner {
+  /** For what moves the job, and for its files, which must not hold that up. */
   db: Via;
+  files: Via;
   /** The worker's boot_id. */
   worker: string;
   kinds: Kinds;
   maxFileBytes: number;
-  /** Where work folders are made; the system's temporary folder if not given. */
-  workRoot?: string;
+  /** Tells how long the job's lease lasts; without it, for ever. */
+  onLease?: OnLease;
   /** Told each stage a job reaches. */
   report?: (stage?: string, progress?: number) => void;
 }
@@ -48,11 +50,6 @@ export async function run(runner: Runner, job: Job, stop: AbortSignal): Promise<
   const { id, attempt } = job;
   const kind = Object.hasOwn(runner.kinds, job.kind) ? runner.kinds[job.kind] : undefined;
   if (!kind) return { id, attempt, outcome: "failed", error: `unknown kind "${job.kind}"` };
-  const parsed = kind.payload.safeParse(job.payload);
-  if (!parsed.success) {
-    const error = `its payload does not fit its kind: ${issues(parsed.error)}`;
-    return { id, attempt, outcome: "failed", error };
-  }
 
   const timeoutS = kind.timeoutS ?? 900;
   const timeout = new AbortController();
@@ -64,8 +61,12 @@ export async function run(runner: Runner, job: Job, stop: AbortSignal): Promise<
   const next: NewJob[] = [];
   const context = contextOf(runner, job, signal, next);
   try {
+    const parsed = kind.payload.safeParse(job.payload);
+    if (!parsed.success) {
+      throw new PermanentFailure(`its payload does not fit its kind: ${issues(parsed.error)}`);
+    }
     const result = kind.runs === "process"
-      ? await runProcess(kind, parsed.data, context, runner.workRoot)
+      ? await runProcess(kind, parsed.data, context, runner.onLease)
       : kind.runs === "paid"
       ? await runPaid(kind, parsed.data, context, runner)
       : await runInline(kind, parsed.data, context);
@@ -81,7 +82,7 @@ export async function run(runner: Runner, job: Job, stop: AbortSignal): Promise<
 }
 
 function contextOf(runner: Runner, job: Job, signal: AbortSignal, next: NewJob[]): Context {
-  const db = patient(runner.db, signal);
+  const db = patient(runner.files, signal);
   return {
     job,
     signal,
@@ -90,7 +91,10 @@ function contextOf(runner: Runner, job: Job, signal: AbortSignal, next: NewJob[]
     report: (stage, progress) =>
       runner.report?.(
         stage === undefined ? undefined : cut(stage, 800).slice(0, 200).toWellFormed(),
-        typeof progress === "number" && progress >= 0 && progress <= 1 ? progress : undefined,
+        // In steps of a ten-thousandth: the smallest numbers are too small for the column.
+        typeof progress === "number" && progress >= 0 && progress <= 1
+          ? Math.round(progress * 10_000) / 10_000
+          : undefined,
       ),
     next: (newJob) => next.push(newJob),
     inputs: () => inputsOf(db, job.id),
@@ -119,23 +123,24 @@ async function runInline(kind: InlineKind, payload: unknown, context: Context): 
   }
 }
 
+/** A job that is done, unless what it returned cannot be stored. */
 function done({ id, attempt }: Job, result: unknown, next: NewJob[]): Outcome {
-  const error = problemWith(result);
-  if (error) return { id, attempt, outcome: "failed", error };
-  return { id, attempt, outcome: "done", result, next };
-}
-
-/** Why a result cannot be stored, or null. */
-function problemWith(result: unknown): string | null {
+  let text: string;
   try {
-    const text = JSON.stringify(result) ?? "null";
-    if (new TextEncoder().encode(text).length > MAX_RESULT_BYTES) {
-      return `its result is larger than ${MAX_RESULT_BYTES} bytes of JSON: write a file instead`;
-    }
-    return unstorable(result, "its result");
+    text = JSON.stringify([result, next]);
   } catch (error) {
-    return `its result is not JSON: ${describe(error)}`; // a circle, or a bigint
+    throw new PermanentFailure(`its result is not JSON: ${describe(error)}`); // a circle, or a bigint
   }
+  // From here on as it is written, whatever the objects would say the next time.
+  const [plainResult, plainNext] = JSON.parse(text);
+  if (new TextEncoder().encode(JSON.stringify(plainResult)).length > MAX_RESULT_BYTES) {
+    throw new PermanentFailure(
+      `its result is larger than ${MAX_RESULT_BYTES} bytes of JSON: write a file instead`,
+    );
+  }
+  const bad = unstorable(plainResult, "its result") ?? unstorable(plainNext, "its next");
+  if (bad) throw new PermanentFailure(bad);
+  return { id, attempt, outcome: "done", result: plainResult, next: plainNext };
 }
 
 /** What the error that ended an attempt makes of the job. */
@@ -147,20 +152,32 @@ function outcomeOf(error: unknown, job: Job, kind: Kind): Outcome | null {
       ? { id, attempt, outcome: "cancelled" }
       : { id, attempt, outcome: "released", error: error.message };
   }
-  if (error instanceof Snooze) return { id, attempt, outcome: "snoozed", delay_s: error.delayS };
+  if (error instanceof Snooze && error.delayS >= 0 && error.delayS <= 315_360_000) {
+    return { id, attempt, outcome: "snoozed", delay_s: error.delayS };
+  }
   if (error instanceof Uncertain) return { id, attempt, outcome: "review", error: error.message };
   const permanent = error instanceof PermanentFailure || error instanceof FileTooLarge ||
     job.failures >= (kind.retries ?? 3);
-  const backoffS = kind.backoffS ?? ((n) => Math.min(3600, 10 * 3 ** (n - 1)));
   return {
     id,
     attempt,
     outcome: "failed",
     error: describe(error) || "failed without a message",
     // Spread, so that what failed together does not come back together.
-    delay_s: permanent ? undefined : backoffS(job.failures + 1) * (0.9 + Math.random() * 0.2),
+    delay_s: permanent ? undefined : delayS(kind, job.failures + 1) * (0.9 + Math.random() * 0.2),
     unsent: error instanceof NotSent,
   };
+}
+
+/** Seconds before the next attempt: as the kind says, if it says a number. */
+function delayS({ backoffS }: Kind, failures: number): number {
+  const usual = Math.min(3600, 10 * 3 ** (failures - 1));
+  try {
+    const own = backoffS?.(failures) ?? usual;
+    return own >= 0 && own <= 315_360_000 ? own : usual;
+  } catch {
+    return usual;
+  }
 }
 
 /**
@@ -216,6 +233,7 @@ export async function runToEnd(
       log.info("job {job} {kind} {how} after {seconds} s", { ...facts, how, seconds });
     }
   } catch (error) {
+    // The database stayed away, or its refusal could not be recorded either: the lease decides.
     const why = describe(error);
     log.error("job {job} {kind}: its outcome was not recorded: {why}", { ...facts, why });
   }

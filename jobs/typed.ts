@@ -55,6 +55,9 @@ export function typed<K extends Kinds>(kinds: K) {
   };
 }
 
+/** Claims in a row that may come back empty though something is due. */
+const MAX_EMPTY = 100;
+
 async function drain(sql: Pool, kinds: Kinds, most: number): Promise<Drained[]> {
   const db = via(sql);
   const names = Object.keys(kinds);
@@ -66,16 +69,24 @@ async function drain(sql: Pool, kinds: Kinds, most: number): Promise<Drained[]> 
     knownKinds: names,
   });
   const drained: Drained[] = [];
+  let empty = 0;
   try {
     for (;;) {
-      while (await queue.promote(sql) > 0);
+      await queue.promote(sql);
       const { ready } = await queue.look(sql, null, names);
       if (ready.length === 0) return drained;
       if (drained.length === most) throw new Error(`still not empty after ${most} jobs`);
       const claim = { worker, kinds: names, most: 1, leaseS: 3600, token: crypto.randomUUID() };
-      for (const job of await queue.claim(sql, ready[0], claim)) {
+      const jobs = await queue.claim(sql, ready[0], claim);
+      empty = jobs.length === 0 ? empty + 1 : 0;
+      if (empty === MAX_EMPTY) throw new Error("the next job is held by an open transaction");
+      for (const job of jobs) {
         const stop = new AbortController();
-        const outcome = await run({ db, worker, kinds, maxFileBytes: Infinity }, job, stop.signal);
+        const outcome = await run(
+          { db, files: db, worker, kinds, maxFileBytes: Infinity },
+          job,
+          stop.signal,
+        );
         if (outcome) await record(db, worker, outcome, stop.signal);
         drained.push({ id: job.id, kind: job.kind, outcome });
       }

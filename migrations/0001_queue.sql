@@ -113,7 +113,7 @@ create table siding.processes (
 -- A file, whose bytes are in chunks of 1 MiB. job_id and attempt name the job that made it, if one did.
 create table siding.files (
   id bigint generated always as identity primary key,
-  name text not null constraint name_length check (length(name) between 1 and 255),
+  name text not null constraint name_length check (octet_length(name) between 1 and 255),
   media_type text not null,
   bytes bigint not null default 0,
   -- Set once the last chunk is in.
@@ -267,12 +267,19 @@ begin
                left join unnest(fresh) as f(id) on f.id = u.id order by u.ord;
 end $$;
 
--- What must hold before a batch goes in, and the locks of the owners whose jobs are counted after.
+-- What must hold before a batch goes in.
 create function siding.check_enqueue(jobs jsonb) returns void language plpgsql as $$
 declare
   bad text;
-  target record;
 begin
+  select format('job %s: there is no field %s', j.ord, key) into bad
+    from jsonb_array_elements(jobs) with ordinality as j(job, ord),
+      jsonb_object_keys(j.job - '{kind,payload,queue,owner,priority,delay_s,due_at,unique_key,files}'::text[])
+        as key
+    limit 1;
+  if bad is not null then
+    raise exception '%', bad using errcode = 'SD422';
+  end if;
   select format('job %s: %s', x.ord, problem) into bad
     from rows from (jsonb_to_recordset(jobs) as (kind text, owner text, unique_key text, payload jsonb,
            files jsonb, due_at timestamptz, delay_s double precision))
@@ -285,9 +292,10 @@ begin
       when length(x.unique_key) not between 1 and 200 then 'unique_key is not 1 to 200 characters long'
       when jsonb_typeof(x.files) <> 'array' then 'files is not a list of ids'
       when x.due_at is not null and x.delay_s is not null then 'due_at and delay_s are both given'
+      when not isfinite(x.due_at) then 'due_at is not an instant'
       when x.delay_s not between 0 and 315360000 then 'delay_s is not from 0 to 315360000'
       -- The stored size is a cheap bound for the text, which is only made when it matters.
-      when pg_column_size(x.payload) > 200000 and octet_length(x.payload::text) > 1048576
+      when pg_column_size(x.payload) > 16000 and octet_length(x.payload::text) > 1048576
         then 'payload is larger than 1 MiB' end as problem) found
     where problem is not null
     order by x.ord limit 1;
@@ -295,24 +303,40 @@ begin
     raise exception '%', bad using errcode = 'SD422';
   end if;
 
+  perform siding.lock_owners(jobs);
+end $$;
+
+-- Takes the locks of the owners whose unfinished jobs are counted after the insert, in order, so
+-- that two batches cannot deadlock. Refuses queues that do not exist.
+create function siding.lock_owners(jobs jsonb) returns void language plpgsql as $$
+declare
+  target record;
+begin
   for target in
-    select x.queue, x.owner, q.name, q.max_per_owner
+    select x.queue, x.owner, q.name
     from (select distinct coalesce(r.queue, 'default') as queue, r.owner
           from jsonb_to_recordset(jobs) as r(queue text, owner text)) x
     left join siding.queues q on q.name = x.queue
     where q.name is null or (q.max_per_owner is not null and x.owner is not null)
-    order by x.queue, x.owner -- sorted, so that two batches cannot deadlock
+    order by x.queue, x.owner
   loop
     if target.name is null then
       raise exception 'queue "%" does not exist', target.queue using errcode = 'SD404',
         hint = 'Create it with setQueue(), or by a row in the table queues.';
     end if;
-    if current_setting('transaction_isolation') <> 'read committed' then
-      raise exception 'queue "%" counts each owner''s jobs, which needs READ COMMITTED, not %',
-        target.queue, upper(current_setting('transaction_isolation')) using errcode = 'SD409';
-    end if;
+    perform siding.need_read_committed(target.queue);
     perform pg_advisory_xact_lock(hashtextextended('siding.' || target.queue || '/' || target.owner, 1));
   end loop;
+end $$;
+
+-- Who counts after taking a lock must see what was committed before it. At REPEATABLE READ, which a
+-- role's or database's default may have set, the snapshot is older than the lock.
+create function siding.need_read_committed(queue text) returns void language plpgsql as $$
+begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    raise exception 'queue "%" counts its jobs, which needs READ COMMITTED, not %',
+      queue, upper(current_setting('transaction_isolation')) using errcode = 'SD409';
+  end if;
 end $$;
 
 -- Refuses a batch that went over a limit; its rows go with the error. Counting after the insert
@@ -474,10 +498,15 @@ create view siding.counts as
 -- are one function, because a client frozen between two round trips would hold the lock for all.
 create function siding.claim_lock(queue_name text, kinds text[], most integer,
                                   worker uuid, token uuid, lease_s double precision)
-returns setof siding.jobs language plpgsql as $$
+returns setof siding.jobs language plpgsql
+-- Bounded here as well as by the client, which gives up on a reply without the server hearing of
+-- it: the session would wait on, one more at each try, and claim for nobody in the end. Short,
+-- since a worker that waits here claims from no other queue.
+set lock_timeout = '1s' as $$
 declare
   room integer;
 begin
+  perform siding.need_read_committed(queue_name);
   perform siding.lock_queue(queue_name);
   select siding.room(q, most) into room from siding.queues q
     where q.name = queue_name and q.claim = 'lock' and not q.paused;
@@ -490,7 +519,8 @@ end $$;
 -- both commit, and one more runs than may (a higher-priority job arrives between their snapshots).
 create function siding.claim_repeatable_read(queue_name text, kinds text[], most integer,
                                              worker uuid, token uuid, lease_s double precision)
-returns setof siding.jobs language plpgsql as $$
+returns setof siding.jobs language plpgsql
+set lock_timeout = '1s' as $$
 declare
   room integer;
 begin
@@ -522,6 +552,15 @@ returns setof siding.jobs language sql as $$
   returning j.*;
 $$;
 
+-- The jobs that outcomes bring next, for the owner of the job before unless they name another.
+create function siding.next_of(outcomes jsonb, jobs bigint[]) returns jsonb language sql as $$
+  select jsonb_agg(jsonb_build_object('owner', j.owner) || n.job)
+  from jsonb_to_recordset(outcomes) as o(id bigint, next jsonb)
+  join siding.jobs j on j.id = o.id
+  cross join lateral jsonb_array_elements(o.next) as n(job)
+  where o.id = any(jobs) and jsonb_typeof(o.next) = 'array';
+$$;
+
 -- Ends attempts: a JSON array of {id, attempt, outcome, …} of one worker, whatever the outcomes:
 --   done       with result and next, a list of jobs to enqueue, for the same owner unless they name another
 --   failed     with error; delay_s retries the job after so many seconds, null fails it for good;
@@ -535,12 +574,18 @@ $$;
 -- Returns the ids whose outcome stands, also those where it had landed before and only the reply
 -- was lost. The others are no longer the worker's, which has lost them.
 create function siding.settle(worker uuid, outcomes jsonb)
-returns setof bigint language plpgsql as $$
+returns setof bigint language plpgsql
+set lock_timeout = '5s' as $$
 declare
   settled bigint[];
   finished bigint[];
   next_jobs jsonb;
 begin
+  -- First the owners' locks, then the jobs' rows: an enqueue takes them in this order too.
+  if jsonb_path_exists(outcomes, '$[*].next[*]') then
+    perform siding.lock_owners(siding.next_of(outcomes,
+      array(select o.id from jsonb_to_recordset(outcomes) as o(id bigint))));
+  end if;
   with mine as materialized (
     select j.id, o.outcome, o.result, o.error, o.delay_s, coalesce(o.unsent, false) as unsent, case
         when o.outcome in ('done', 'cancelled', 'review') then o.outcome
@@ -581,11 +626,7 @@ begin
     update siding.files f set kept = true
       from jsonb_to_recordset(outcomes) as o(id bigint, attempt integer)
       where f.job_id = o.id and f.attempt = o.attempt and f.complete and o.id = any(finished);
-    select jsonb_agg(jsonb_build_object('owner', j.owner) || n.job) into next_jobs
-      from jsonb_to_recordset(outcomes) as o(id bigint, next jsonb)
-      join siding.jobs j on j.id = o.id
-      cross join lateral jsonb_array_elements(o.next) as n(job)
-      where o.id = any(finished) and jsonb_typeof(o.next) = 'array';
+    next_jobs := siding.next_of(outcomes, finished);
     if next_jobs is not null then
       perform siding.enqueue(next_jobs);
     end if;
@@ -618,7 +659,8 @@ $$;
 -- `strays` run in the worker's name but were not named: the reply of a claim got lost.
 create function siding.heartbeat(worker uuid, jobs jsonb, lease_s double precision,
                                  silent_s double precision)
-returns table (alive boolean, leader boolean, beats jsonb, strays jsonb) language sql as $$
+returns table (alive boolean, leader boolean, beats jsonb, strays jsonb) language sql
+set lock_timeout = '5s' as $$
   with me as (
     update siding.processes set seen_at = now(), running = jsonb_array_length(jobs)
     where boot_id = worker returning id, role, pool

@@ -3,7 +3,7 @@ import { assert, assertEquals, assertThrows } from "@std/assert";
 import * as config from "../config.ts";
 import { StatementTimeout } from "../db.ts";
 
-const program = { name: "test", summary: "A test.", example: "deno task test" };
+const program = { name: "test", summary: "A test.", usage: "WORD …", example: "deno task test" };
 const spec = {
   databaseUrl: config.settings.databaseUrl,
   pollMaxMs: config.settings.pollMaxMs,
@@ -78,6 +78,20 @@ Deno.test("what is wrong is named, with its value and the rule", () => {
   assert(!message.includes("secret"), "a URL may hold a password");
 });
 
+Deno.test("a database's URL that is none is refused without being shown", () => {
+  for (const url of ["postgres://postgres:secret pw@[bad/x", "postgres://u:se%cret@h/d"]) {
+    const { message } = assertThrows(() => config.requireDatabase(url), config.UsageError);
+    assert(!/secret|se%cret| pw/.test(message), message);
+  }
+  assertThrows(
+    () => config.requireDatabase(undefined),
+    config.UsageError,
+    "DATABASE_URL is not set",
+  );
+  const good = "postgres://u:p%40ss@localhost:5432/d?sslmode=require";
+  assertEquals(config.requireDatabase(good), good);
+});
+
 Deno.test("exit codes: 2 for usage, 3 for a database that cannot be reached, else 1", () => {
   const driver = (code: string) => Object.assign(new Error("x"), { code });
   const codes: [unknown, number][] = [
@@ -88,6 +102,7 @@ Deno.test("exit codes: 2 for usage, 3 for a database that cannot be reached, els
     [new StatementTimeout("x"), 3],
     [new Error("wrapped", { cause: driver("ENOTFOUND") }), 3],
     [driver("42P01"), 1],
+    [driver("ENOENT"), 1], // a file's, not the database's
     [new Error("x"), 1],
     ["x", 1],
   ];
@@ -112,5 +127,7 @@ for (const script of ["worker.ts", "migrate.ts", "dev.ts", "tools/enqueue.ts"]) 
     const unknown = await run("--nonsense");
     assertEquals(unknown.code, 2);
     assert(unknown.err.includes("--nonsense"), unknown.err);
+    const words = await run("transcribe", "extra");
+    assertEquals(words.code, 2, words.err);
   });
 }

@@ -178,6 +178,25 @@ test("a file that vanishes while it is read is an error, and never a short file"
   );
 });
 
+test("a file that is swept while it is written is an error, and never a file that is not there", async (sql) => {
+  for (const chunks of [1, 2]) {
+    let sent = 0;
+    const content = new ReadableStream<Uint8Array>({
+      async pull(controller) {
+        // After the first chunk: the second finds its file gone, or the end does.
+        if (sent === 1) await sql`delete from ${sql(schema)}.files`;
+        if (sent++ === chunks) return controller.close();
+        controller.enqueue(new Uint8Array(CHUNK_BYTES));
+      },
+    }, { highWaterMark: 0 });
+    await assertRejects(
+      () => writeFile(via(sql), "slow.wav", content, 10_000_000),
+      Error,
+      "slow.wav was swept while it was written",
+    );
+  }
+});
+
 Deno.test("a name is cut to its last part, and never leaves its folder", () => {
   const names: [string, string][] = [
     ["song.wav", "song.wav"],
@@ -187,7 +206,8 @@ Deno.test("a name is cut to its last part, and never leaves its folder", () => {
     ["", "file"],
     ["a/", "file"],
     ["a\nb\0c", "a_b\ufffdc"],
-    ["x".repeat(300) + ".wav", "x".repeat(251) + ".wav"],
+    ["x".repeat(300) + ".wav", "x".repeat(248) + "….wav"],
+    ["é".repeat(200) + ".wav", "é".repeat(124) + "….wav"],
   ];
   for (const [name, expected] of names) assertEquals(baseName(name), expected);
 });

@@ -158,9 +158,9 @@ test("a process sees none of the worker's secrets in its environment", async (sq
 
 test("a process that misbehaves fails with a message that says how", async (sql) => {
   const expected: Record<string, string> = {
-    exits:
-      "the process exited with code 137 without a result; the end of its stderr: first line\n" +
-      "no memory left",
+    exits: "the process ended with 137, as after SIGKILL (out of memory?) without a result; " +
+      "the end of its stderr: first line\nno memory left",
+    "odd-name": "its output file ",
     silent: "the process exited with code 0 without a result",
     chatty: "line 1 of the process's stdout is not JSON: hello",
     array: "line 1 of the process's stdout is not a JSON object: [1]",
@@ -168,11 +168,11 @@ test("a process that misbehaves fails with a message that says how", async (sql)
     flood: "the process wrote a line of more than 1200000 bytes to stdout",
     "large-result": "the process wrote a line of more than 1200000 bytes to stdout",
     "nul-error": "a\ufffdb",
-    killed: "the process was ended by SIGKILL (out of memory?) without a result",
+    killed: "the process ended with 137, as after SIGKILL (out of memory?) without a result",
     "error-line": "the tape is broken",
     "closes-stdout": "timed out after 1 s",
     overtime: "timed out after 1 s",
-    "no-such-program": "nowhere",
+    "no-such-program": "exited with code 127 without a result",
   };
   const names = Object.keys(expected) as (keyof typeof kinds)[];
   await queue.enqueue(sql, names.map((kind) => ({ kind, payload: {} })));
@@ -180,6 +180,33 @@ test("a process that misbehaves fails with a message that says how", async (sql)
   for (const job of await jobs(sql)) {
     assertEquals(job.status, "failed", job.kind);
     assertStringIncludes(job.error!, expected[job.kind], job.kind);
+  }
+});
+
+test("a child in a session of its own keeps neither its job nor the time limit waiting", async (sql) => {
+  const { id } = await enqueue(sql, "escapes", {});
+  await drainForTest(sql);
+  const [job] = await queue.get(sql, [id]);
+  assertEquals([job.status, (job.result as { ran: string }).ran], ["done", "yes"]);
+  Deno.kill(Number((job.result as { child: string }).child), "SIGKILL");
+});
+
+test("a kind whose own code fails in odd ways fails its job with a message, and is not run twice", async (sql) => {
+  const odd = [
+    "schema-throws",
+    "schema-async",
+    "backoff-throws",
+    "throws-nothing",
+    "odd-next",
+    "odd-json",
+  ];
+  await queue.enqueue(sql, odd.map((kind) => ({ kind })));
+  await drainForTest(sql);
+  const expected: Record<string, string> = { "odd-json": "done", "backoff-throws": "scheduled" };
+  for (const job of await jobs(sql)) {
+    const status = expected[job.kind] ?? "failed";
+    assertEquals([job.kind, job.status, job.attempt], [job.kind, status, 1]);
+    if (status === "failed") assert(job.error, job.kind);
   }
 });
 

@@ -72,6 +72,52 @@ export const kinds = {
       return 1;
     },
   }),
+  "schema-throws": inline({
+    payload: z.unknown().refine(() => {
+      throw new Error("the schema itself fails");
+    }),
+    retries: 0,
+    work: () => 1,
+  }),
+  "schema-async": inline({
+    payload: z.unknown().refine(() => Promise.resolve(true)),
+    retries: 0,
+    work: () => 1,
+  }),
+  "backoff-throws": inline({
+    payload: z.unknown(),
+    backoffS: () => {
+      throw new Error("no backoff");
+    },
+    work: () => {
+      throw new Error("fails");
+    },
+  }),
+  "throws-nothing": inline({
+    payload: z.unknown(),
+    retries: 0,
+    work: () => {
+      throw Object.create(null);
+    },
+  }),
+  "odd-next": inline({
+    payload: z.unknown(),
+    work: (_, { next }) => next({ kind: "echo", payload: 1n }),
+  }),
+  /** An object that can be written as JSON once only. */
+  "odd-json": inline({
+    payload: z.unknown(),
+    work: () => {
+      let asked = false;
+      return {
+        toJSON() {
+          if (asked) throw new Error("asked twice");
+          asked = true;
+          return 1;
+        },
+      };
+    },
+  }),
   /** Heeds its signal. */
   waits: inline({
     payload: z.unknown(),
@@ -133,6 +179,12 @@ export const kinds = {
     `echo '{"stage": "x", "next": [{"kind": "echo", "payload": 5}]}'; echo '{"result": 1}'`,
   ),
   "links": shell(`ln -s /etc/passwd out/passwd; echo x > out/x.txt; echo '{"result": 1}'`),
+  escapes: shell(
+    `setsid sleep 600 & sleep 0.3; echo '{"result": {"ran": "yes", "child": "'$!'"}}'`,
+    { timeoutS: 30 },
+  ),
+  "odd-name": shell(`printf x > "out/$(printf '\\377').txt"; echo '{"result": 1}'`),
+  "tiny-progress": shell(`echo '{"stage": "x", "progress": 1e-60}'; exec sleep 600`),
   "no-such-program": process({ payload: z.unknown(), command: ["./nowhere"], retries: 0 }),
 
   charge: paid({

@@ -149,7 +149,7 @@ test(
     to_regnamespace('siding') is null as absent`;
     assertEquals([there, absent], [true, true]);
     const bad = await run("migrate.ts", [], { ...env, SIDING_SCHEMA: "Drop Table" });
-    assertEquals(bad.code, 1);
+    assertEquals(bad.code, 2);
     assert(bad.err.includes('SIDING_SCHEMA is "Drop Table"'), bad.err);
   },
 );

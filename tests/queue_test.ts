@@ -138,6 +138,11 @@ test("what cannot be enqueued is refused with a message that names it", async (s
       "jobs[0].payload[0] contains half of a surrogate",
     ],
     [{ kind: "a", payload: "x".repeat(1_048_575) }, "SD422", "job 1: payload is larger than 1 MiB"],
+    [{ kind: "a", due_at: "infinity" }, "SD422", "due_at is not an instant"],
+    [{ kind: "a", due_at: new Date(NaN) }, "SD422", "due_at is not an instant"],
+    [{ kind: "a", delay_s: Infinity }, "SD422", "delay_s is Infinity"],
+    [{ kind: "a", proirity: 1 } as queue.NewJob, "SD422", "job 1: there is no field proirity"],
+    [{ kind: "a", files: [null as unknown as string] }, "23502", "null value"],
     [{ kind: "a", due_at: "soon" }, "22007", 'timestamp with time zone: "soon"'],
     [{ kind: "a", due_at: new Date(), delay_s: 1 }, "SD422", "due_at and delay_s are both given"],
     [{ kind: "a", delay_s: -1 }, "SD422", "delay_s is not from 0"],
@@ -277,6 +282,15 @@ test("a job due in the past is due now and passes nobody", async (sql) => {
   assertEquals((await claimNext(sql, await aWorker(sql)))[0].id, first.id);
 });
 
+test("null is a name like any other", async (sql) => {
+  await queue.setQueue(sql, "null");
+  const [{ id }] = await queue.enqueue(sql, [{ kind: "null", queue: "null" }]);
+  const worker = await aWorker(sql);
+  const { ready } = await queue.look(sql, ["null"], ["null"]);
+  const claim = { worker, kinds: ["null"], most: 1, leaseS: 60, token: crypto.randomUUID() };
+  assertEquals((await queue.claim(sql, ready[0], claim)).map((job) => job.id), [id]);
+});
+
 test("a paused queue is not claimed from, even by a claim that looked before", async (sql) => {
   for (const claim of ["skip_locked", "lock", "repeatable_read"] as const) {
     const name = claim.replace("_", "-");
@@ -384,6 +398,65 @@ test("max_per_owner refuses a transaction whose snapshot cannot see the others",
     (tx) => queue.enqueue(tx, [{ kind: "a", queue: "fair", owner: "ada" }]),
   );
   await assertRejects(() => refused, queue.EnqueueError, "READ COMMITTED");
+});
+
+test(
+  "a finish that brings the next of an owner, and enqueues of that owner, do not deadlock",
+  async (sql, url) => {
+    await queue.setQueue(sql, "fair", { max_per_owner: 1000 });
+    const job = { kind: "a", queue: "fair", owner: "ada", unique_key: "k" };
+    const worker = await aWorker(sql);
+    const other = connect(url, { max: 1 });
+    let over = false;
+    const enqueueing = (async () => {
+      while (!over) await queue.enqueue(other, [job]);
+    })();
+    try {
+      for (let i = 0; i < 300; i++) {
+        for (const claimed of await claimNext(sql, worker)) {
+          assert(await queue.finish(sql, worker, claimed, null, [job]));
+        }
+      }
+    } finally {
+      over = true;
+      await enqueueing;
+      await other.end();
+    }
+  },
+);
+
+test(
+  "a queue that claims by lock refuses a database whose default hides what the others did",
+  async (sql, url) => {
+    await queue.setQueue(sql, "limited", { max_running: 1 });
+    await queue.enqueue(sql, [{ kind: "a", queue: "limited" }]);
+    await sql.unsafe(
+      `alter database ${
+        new URL(url).pathname.slice(1)
+      } set default_transaction_isolation = 'repeatable read'`,
+    );
+    const strict = connect(url, { max: 1 });
+    try {
+      await assertRejects(
+        () => claimNext(strict, crypto.randomUUID()),
+        Error,
+        'queue "limited" counts its jobs, which needs READ COMMITTED, not REPEATABLE READ',
+      );
+    } finally {
+      await strict.end();
+    }
+  },
+);
+
+test("who waits for a lock that another holds gives up on the server too, and takes nothing then", async (sql) => {
+  await queue.setQueue(sql, "limited", { max_running: 1 });
+  await queue.enqueue(sql, [{ kind: "a", queue: "limited" }]);
+  const close = await openTransaction(sql, (tx) => tx`select ${tx(schema)}.lock_queue('limited')`);
+  const worker = await aWorker(sql);
+  const error = await assertRejects(() => claimNext(sql, worker));
+  assertEquals((error as { code?: string }).code, "55P03");
+  await close("commit");
+  assertEquals((await queue.counts(sql))[0].running, 0);
 });
 
 test("max_waiting counts what waits, and lets go as it is claimed", async (sql) => {

@@ -145,8 +145,47 @@ test(
     await waitFor(async () => (await jobOf(sql, entry)).attempt === 2, "the second attempt");
     const job = await jobOf(sql, entry);
     assertEquals([job.crashes, job.releases, job.failures], [1, 0, 0]);
-    for (const pid of pids) if (isAlive(pid)) Deno.kill(pid, "SIGKILL"); // its guard is yet to come
-    await Deno.remove(folder, { recursive: true });
+    await gone(pids);
+    assertEquals(await isFolder(folder), false);
+  },
+);
+
+for (const kind of ["forks", "stubborn"] as const) {
+  test(
+    `the processes of a killed worker's job end at once, not with its lease (${kind})`,
+    async (sql, url) => {
+      const worker = startWorker(url, ["--lease-s", "600"]);
+      const { pids, folder } = await runForking(sql, kind);
+      worker.kill("SIGKILL");
+      await worker.ended;
+      await gone(pids);
+      await waitFor(async () => !await isFolder(folder), "its folder to go");
+    },
+  );
+}
+
+test(
+  "a worker frozen past its lease has its job ended meanwhile, and writes nothing after the thaw",
+  async (sql, url) => {
+    await using frozen = startWorker(url);
+    const { entry, pids, folder } = await runForking(sql);
+    frozen.kill("SIGSTOP");
+    await gone(pids);
+    const [{ left }] = await sql`select extract(epoch from lease_until - now())::float8 as left
+    from ${sql(schema)}.jobs where id = ${entry.id}`;
+    assert(left > 0, `ended ${-left} s after its lease`);
+    await using _other = startWorker(url, ["--kinds", "forks"]);
+    await waitFor(async () => (await jobOf(sql, entry)).attempt === 2, "the other to take it");
+    const job = await jobOf(sql, entry);
+    assertEquals([job.crashes, job.releases, job.failures], [1, 0, 0]);
+    frozen.kill("SIGCONT");
+    await waitFor(
+      () => frozen.log().includes("is lost: somebody else has it"),
+      "the frozen to see it",
+    );
+    const after = await jobOf(sql, entry);
+    assertEquals([after.status, after.attempt, after.error], ["running", 2, job.error]);
+    await waitFor(async () => !await isFolder(folder), "its folder to go");
   },
 );
 
@@ -240,18 +279,57 @@ test("a worker that was taken for dead, its row removed, ends itself with 1", as
 });
 
 test(
-  "a claim whose reply was lost is found at the next heartbeat and given back, and no crash",
+  "the jobs of a claim whose reply was lost are all found at the next heartbeat, and no crash",
   async (sql, url) => {
     await using proxy = startProxy(url);
     proxy.swallowReplyTo("claim_token =");
-    const entry = await enqueue(sql, "echo", 1);
-    const flags = ["--lease-s", "600", "--statement-limit-ms", "500"];
+    const entries = await enqueueMany(
+      sql,
+      Array.from({ length: 3 }, () => ({ kind: "echo", payload: 1 })),
+    );
+    const flags = ["--lease-s", "600", "--statement-limit-ms", "500", "--concurrency", "3"];
     await using worker = startWorker(proxy.url, flags);
-    const job = await reaches(sql, entry, "done");
-    assertEquals([job.attempt, job.releases, job.crashes], [2, 1, 0]);
+    for (const entry of entries) {
+      const job = await reaches(sql, entry, "done");
+      assertEquals([job.attempt, job.releases, job.crashes], [2, 1, 0]);
+    }
     assertStringIncludes(worker.log(), "whose reply was lost");
   },
 );
+
+test(
+  "a queue whose lock or next job is held keeps nobody from the other queues",
+  async (sql, url) => {
+    await queue.setQueue(sql, "limited", { max_running: 1 });
+    await queue.setQueue(sql, "held");
+    await enqueue(sql, "echo", 1, { queue: "limited", priority: 9 });
+    const held = await enqueue(sql, "echo", 1, { queue: "held", priority: 9 });
+    const holder = connect(url, { max: 1 });
+    const release = Promise.withResolvers<void>();
+    const holding = holder.begin(async (tx) => {
+      await tx`select ${tx(schema)}.lock_queue('limited')`;
+      await queue.cancel(tx, held.id);
+      await release.promise;
+    });
+    try {
+      await using _ = startWorker(url);
+      for (let i = 0; i < 10; i++) await reaches(sql, await enqueue(sql, "echo", 1), "done");
+    } finally {
+      release.resolve();
+      await holding;
+      await holder.end();
+    }
+  },
+);
+
+test("settings that contradict each other are refused", async (_, url) => {
+  await using worker = startWorker(url, ["--lease-s", "1", "--heartbeat-ms", "5000"]);
+  assertEquals(await worker.ended, 2);
+  assertStringIncludes(
+    worker.log(),
+    "--lease-s is 1: it must be at least three times --heartbeat-ms",
+  );
+});
 
 test(
   "a worker goes on after the database was away for a moment, and so does its job",

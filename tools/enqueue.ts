@@ -27,9 +27,10 @@ const program = {
   usage: "KIND [flags]",
   example: `deno task enqueue transcribe --file song.wav --payload '{"title": "Song"}' --wait`,
 };
-const { databaseUrl, maxFileBytes } = config.settings;
+const { databaseUrl, prepare, maxFileBytes } = config.settings;
 const spec = {
   databaseUrl,
+  prepare,
   maxFileBytes,
   payload: config.flag(config.text("the job's payload, a JSON object")),
   file: config.many("an input file; may be given several times"),
@@ -57,7 +58,7 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
     );
   }
 
-  const sql = connect(url, { max: 2, name: "siding enqueue" });
+  const sql = connect(url, { max: 2, name: "siding enqueue", prepare: settings.prepare });
   try {
     const files: string[] = [];
     for (const path of settings.file) {

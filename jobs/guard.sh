@@ -1,0 +1,57 @@
+#!/bin/sh
+# Runs a job's command and ends it, children included, when its worker cannot: because it died, or
+# because it is frozen past the deadline of the job's lease. The worker starts this, not the job, so
+# that there is no moment in which the job runs unguarded.
+#
+#     guard.sh COMMAND [ARGUMENT …]
+#
+# In the job's folder, which has job.json for its stdin. On stdin, from the worker: a number a line,
+# the seconds until the deadline, each in place of the one before; its end, by the worker's wish or
+# by its death, ends the job. Exit code: the job's, or 128 + n after signal n. A job that the
+# deadline ended leaves the file `overdue`; when stdin ended first, the folder is removed.
+
+exec 3<&0
+# A session of its own, so a process group: its number is the job's pid.
+if command -v setsid >/dev/null 2>&1; then
+  setsid "$@" <job.json 3<&- &
+else # macOS
+  perl -e 'use POSIX; POSIX::setsid(); exec @ARGV or exit 127' "$@" <job.json 3<&- &
+fi
+job=$!
+
+# SIGTERM, and SIGKILL 5 s later, unless the job has ended and so has this.
+end_job() {
+  kill -TERM "-$job"
+  sleep 5
+  kill -KILL "-$job"
+}
+
+(
+  timer=
+  while read -r seconds; do
+    [ -z "$timer" ] || kill "$timer"
+    (
+      trap 'kill "$nap"; exit' TERM # or its sleep would stay, one more at each renewal
+      sleep "$seconds" &
+      nap=$!
+      wait "$nap"
+      trap - TERM
+      : >overdue
+      end_job
+    ) &
+    timer=$!
+  done
+  : >unwatched
+  end_job
+) <&3 3<&- >/dev/null 2>&1 &
+exec 3<&-
+
+{ wait "$job"; } 2>/dev/null # the shell would say "Killed" in the job's name
+code=$?
+# Children that the job left behind would run on, and hold its output open.
+kill -KILL "-$job" 2>/dev/null
+# What waits above, with its sleeps: this shell leads their process group.
+trap '' TERM
+kill -TERM 0
+[ ! -e unwatched ] || rm -rf "$PWD"
+exit "$code"
