@@ -311,6 +311,9 @@ export function exitCode(error: unknown): number {
   return isTransient(error) || (error instanceof Error && isTransient(error.cause)) ? 3 : 1;
 }
 
+/** One Ctrl-C comes twice where `deno task` passes on what the terminal sends to all (seen: within 6 ms). */
+const SAME_SIGNAL_MS = 500;
+
 /**
  * Runs a script's `main` to the end of the process. The first SIGTERM or SIGINT aborts `signal`,
  * upon which `main` comes to an end in its own time; the second ends the process at once (130).
@@ -322,11 +325,17 @@ export async function runMain(
   main: (args: string[], signal: AbortSignal) => Promise<number | void>,
 ): Promise<never> {
   const stop = new AbortController();
-  const onSignal = () => stop.signal.aborted ? Deno.exit(130) : stop.abort();
+  let stoppedAtMs = 0;
+  const onSignal = () => {
+    if (!stop.signal.aborted) {
+      stoppedAtMs = performance.now();
+      stop.abort();
+    } else if (performance.now() - stoppedAtMs > SAME_SIGNAL_MS) Deno.exit(130);
+  };
   for (const signal of ["SIGTERM", "SIGINT"] as const) Deno.addSignalListener(signal, onSignal);
   // A process that another started for itself ends when that one is gone, however it went.
   const parent = Deno.env.get("SIDING_END_WITH_PARENT") ? Deno.ppid : undefined;
-  if (parent) setInterval(() => Deno.ppid !== parent && onSignal(), 500);
+  if (parent) setInterval(() => Deno.ppid !== parent && onSignal(), SAME_SIGNAL_MS + 100);
   try {
     Deno.exit(await main(Deno.args.slice(), stop.signal) ?? 0);
   } catch (error) {

@@ -43,6 +43,7 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   const url = external ?? postgres!.url;
   try {
     if (postgres) say(`PostgreSQL ${postgres.version} started in ${Date.now() - started} ms`);
+    if (postgres && !settings.demo) say(`its data are in ${await Deno.realPath(postgres.dataDir)}`);
     await migrate(url);
     return settings.demo
       ? await demo(url, settings.workers, signal)

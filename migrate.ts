@@ -63,7 +63,7 @@ export async function migrate(
       const title = `${migration.number} ${migration.name}`;
       const done = await patiently(title, say, () => apply(sql, migration));
       if (done) {
-        say(`applied ${title}`);
+        say(`applied migration ${title}`);
         applied.push(migration);
       }
     }
@@ -129,8 +129,8 @@ async function patiently<T>(title: string, say: (line: string) => void, step: ()
     try {
       return await step();
     } catch (error) {
-      // 23505, 42P06, 42P07: the other process has just made the same schema, table or row.
-      const inTheWay = /^(55P03|40P01|23505|42P06|42P07)$/.test(codeOf(error));
+      // 23505, 42710, 42P06, 42P07: the other process has just made the same schema, table or row.
+      const inTheWay = /^(55P03|40P01|23505|42710|42P06|42P07)$/.test(codeOf(error));
       if (!inTheWay || round === TRIES) {
         throw new Error(`migration of ${title}: ${describe(error)}`, { cause: error });
       }

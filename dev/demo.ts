@@ -39,7 +39,11 @@ interface Shown {
   error: string | null;
 }
 
-/** @returns whether every job is done with the notes that its recording is known to have */
+/**
+ * Shows the recordings being transcribed, or, once `signal` is aborted, how far that got.
+ *
+ * @returns whether every job is done with the notes that its recording is known to have
+ */
 export async function runDemo(sql: Pool, signal: AbortSignal): Promise<boolean> {
   const files = await enqueueRecordings(sql);
   const startedMs = performance.now();
@@ -53,7 +57,7 @@ export async function runDemo(sql: Pool, signal: AbortSignal): Promise<boolean> 
   }
   screen.end();
   console.log(table(jobs));
-  console.log(closingLine(jobs));
+  console.log(closingLine(jobs, signal.aborted));
   return jobs.length > 0 && jobs.every((job) => expectation(job) === "done");
 }
 
@@ -76,7 +80,9 @@ async function enqueueRecordings(sql: Pool): Promise<Map<string, string>> {
       ...special[index],
     })),
   );
-  console.log(`${entries.length} recordings enqueued`);
+  console.log(
+    `${entries.length} recordings enqueued: 2 are due some seconds later, 2 have priority`,
+  );
   return new Map(entries.map((entry, index) => [entry.id, names[index]]));
 }
 
@@ -121,9 +127,10 @@ function table(jobs: Shown[]): string {
     ).join("\n") + "\n";
 }
 
-function closingLine(jobs: Shown[]): string {
+function closingLine(jobs: Shown[], stopped: boolean): string {
   const count = (status: Status) => jobs.filter((job) => job.status === status).length;
-  const lost = jobs.filter((job) => !isFinal(job)).length;
+  // A job that the demo waited for in vain is lost; one that it did not wait for is not.
+  const rest = `${jobs.filter((job) => !isFinal(job)).length} ${stopped ? "unfinished" : "lost"}`;
   const spread = (values: (number | null)[]) => {
     const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
     // The nearest rank: the smallest value that so many of a hundred do not exceed.
@@ -131,7 +138,7 @@ function closingLine(jobs: Shown[]): string {
       sorted[Math.max(0, Math.ceil(sorted.length * percent) - 1)] ?? 0;
     return `p50 ${seconds(at(0.5))} p95 ${seconds(at(0.95))}`;
   };
-  return `${jobs.length} jobs: ${count("done")} done, ${count("failed")} failed, ${lost} lost; ` +
+  return `${jobs.length} jobs: ${count("done")} done, ${count("failed")} failed, ${rest}; ` +
     `wait ${spread(jobs.map((job) => job.wait_ms))}; run ${spread(jobs.map((job) => job.run_ms))}`;
 }
 
@@ -144,7 +151,7 @@ class LiveScreen {
     const done = jobs.filter(isFinal).length;
     const lines = [
       `scheduled ${count("scheduled")}  queued ${count("queued")}  running ${count("running")}  ` +
-      `done ${bar(done / jobs.length)} ${done}/${jobs.length}`,
+      `done ${done}/${jobs.length} ${bar(done / jobs.length)}`,
       ...jobs.filter((job) => job.status === "running").map((job) =>
         `  worker ${job.worker}  ${bar(job.progress ?? 0)} ${
           (job.stage ?? "").padEnd(7)
@@ -160,7 +167,7 @@ class LiveScreen {
 
   #draw(lines: string[]): void {
     const { columns } = Deno.consoleSize();
-    const up = this.#lines > 0 ? `\x1b[${this.#lines}A` : "";
+    const up = this.#lines > 0 ? `\r\x1b[${this.#lines}A` : "";
     const text = lines.map((line) => `${line.slice(0, columns - 1)}\n`).join("");
     Deno.stdout.writeSync(new TextEncoder().encode(`${up}\x1b[J${text}`));
     this.#lines = lines.length;

@@ -46,8 +46,9 @@ export function typed<K extends Kinds>(kinds: K) {
     /** Enqueues many jobs in one statement, all or none. */
     enqueueMany,
     /**
-     * Runs, one by one in this process, what is due now, and what that enqueues, so that a team can
-     * test its own kinds without a worker. Throws after `most` jobs, should they never end.
+     * Runs, one by one in this process, what is due now in this database, and what that enqueues, so
+     * that a team can test its own kinds without a worker, on a database of the test's own.
+     * Throws after `most` jobs, should they never end.
      */
     async drainForTest(sql: Pool, most = 1000): Promise<Drained[]> {
       return await drain(sql, kinds, most);

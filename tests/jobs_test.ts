@@ -120,6 +120,23 @@ test("a failure is tried again after its kind's backoff, as often as the kind sa
   assertEquals([failed.status, failed.failures, failed.attempt], ["failed", 2, 2]);
 });
 
+test("without a say of its kind, a failure is tried again after 10, 30 and 90 s, and not after that", async (sql) => {
+  const { id } = await enqueue(sql, "fails", null);
+  const delays = [];
+  for (;;) {
+    await drainForTest(sql);
+    const [job] = await sql`select status, extract(epoch from due_at - now())::float8 as delay
+      from ${sql(schema)}.jobs where id = ${id}`;
+    if (job.status === "failed") break;
+    delays.push(job.delay);
+    await sql`update ${sql(schema)}.jobs set due_at = now() where id = ${id}`;
+  }
+  assertEquals(delays.length, 3);
+  for (const [i, usual] of [10, 30, 90].entries()) {
+    assert(delays[i] > usual * 0.85 && delays[i] < usual * 1.15, `${delays[i]} and not ${usual} s`);
+  }
+});
+
 test("a permanent failure is not tried again, and a snooze is no failure", async (sql) => {
   await enqueue(sql, "throws", { message: "hopeless", permanent: true });
   await enqueue(sql, "snoozes", null);

@@ -31,6 +31,12 @@ export const kinds = {
       throw permanent ? new PermanentFailure(message) : new Error(message);
     },
   }),
+  fails: inline({
+    payload: z.unknown(),
+    work: () => {
+      throw new Error("as always");
+    },
+  }),
   snoozes: inline({
     payload: z.unknown(),
     work: (_, { job }) => {

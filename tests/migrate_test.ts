@@ -1,4 +1,5 @@
 /** Migrations: forward only, once each, whoever else is at it. */
+import { fileURLToPath } from "node:url";
 import { assert, assertEquals, assertRejects } from "@std/assert";
 import { checkSchema, CODE_MIGRATION, connect, type Pool, schema, SchemaMismatch } from "../db.ts";
 import { migrate, type Migration, migrations, missing } from "../migrate.ts";
@@ -25,7 +26,13 @@ const step = (number: number, sql: string, floor = 1): Migration => ({
 });
 const run = (script: string, args: string[], env: Record<string, string>) =>
   new Deno.Command(Deno.execPath(), {
-    args: ["run", "-A", "--quiet", new URL(`../${script}`, import.meta.url).pathname, ...args],
+    args: [
+      "run",
+      "-A",
+      "--quiet",
+      fileURLToPath(new URL(`../${script}`, import.meta.url)),
+      ...args,
+    ],
     env: { NO_COLOR: "1", ...env },
   }).output().then(({ code, stdout, stderr }) => ({
     code,

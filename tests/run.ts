@@ -66,14 +66,18 @@ async function main(args: string[]): Promise<number> {
 /** Runs the files in one `deno test` on the server at `url`, and says what came of it. */
 async function runOn(url: string, files: string[], flags: string[]): Promise<Counts> {
   console.log(`\n${files.length} test files on PostgreSQL ${await versionOf(url)}`);
-  const report = await Deno.makeTempFile({ prefix: "siding-tests-", suffix: ".xml" });
+  // For all that the tests and their processes leave, killed ones too; open to any user, since
+  // servers that root starts run as another.
+  const folder = await Deno.makeTempDir({ prefix: "siding-tests-" });
+  await Deno.chmod(folder, 0o1777);
+  const report = `${folder}/report.xml`;
   try {
     const { code } = await new Deno.Command(Deno.execPath(), {
       args: [
         ...["test", "-A", "--frozen", "--parallel", "--sanitize-ops", "--sanitize-resources"],
         ...[`--junit-path=${report}`, ...flags, ...files],
       ],
-      env: { DATABASE_URL_TEST: url, DENO_JOBS: String(JOBS) },
+      env: { DATABASE_URL_TEST: url, DENO_JOBS: String(JOBS), TMPDIR: folder },
     }).spawn().status;
     const counts = countsOf(await Deno.readTextFile(report));
     if (code !== 0 && counts.failed === 0) {
@@ -84,7 +88,7 @@ async function runOn(url: string, files: string[], flags: string[]): Promise<Cou
     }
     return counts;
   } finally {
-    await Deno.remove(report);
+    await Deno.remove(folder, { recursive: true });
   }
 }
 

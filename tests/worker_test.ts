@@ -206,6 +206,21 @@ test("SIGTERM claims nothing more and lets a job end that can", async (sql, url)
 });
 
 test(
+  "one signal that comes twice, as deno task and a terminal send it, is one signal",
+  async (sql, url) => {
+    await using worker = startWorker(url);
+    const go = await Deno.makeTempFile();
+    const running = await enqueue(sql, "until", { gone: go });
+    await reaches(sql, running, "running");
+    for (let i = 0; i < 3; i++) worker.kill("SIGINT");
+    await waitFor(() => worker.log().includes("stopping"), "the worker to stop claiming");
+    await Deno.remove(go);
+    assertEquals(await worker.ended, 0);
+    assertEquals((await jobOf(sql, running)).status, "done");
+  },
+);
+
+test(
   "a job that outlasts the drain time is back in its place at once, its processes ended",
   async (sql, url) => {
     await using worker = startWorker(url, ["--drain-s", "0", "--lease-s", "600"]);
@@ -227,7 +242,7 @@ for (const signal of ["SIGTERM", "SIGINT"] as const) {
     const { pids, folder } = await runForking(sql, "stubborn");
     worker.kill(signal);
     await waitFor(() => worker.log().includes("stopping"), "the first signal to be heard");
-    worker.kill(signal);
+    await waitFor(() => (worker.kill(signal), !isAlive(worker.pid)), "a later one to end it");
     assertEquals(await worker.ended, 130);
     await gone(pids);
     assertEquals(await isFolder(folder), false);
