@@ -146,7 +146,7 @@ test(
     const job = await jobOf(sql, entry);
     assertEquals([job.crashes, job.releases, job.failures], [1, 0, 0]);
     await gone(pids);
-    assertEquals(await isFolder(folder), false);
+    await waitFor(async () => !await isFolder(folder), "its folder to go");
   },
 );
 
@@ -245,7 +245,7 @@ for (const signal of ["SIGTERM", "SIGINT"] as const) {
     await waitFor(() => (worker.kill(signal), !isAlive(worker.pid)), "a later one to end it");
     assertEquals(await worker.ended, 130);
     await gone(pids);
-    assertEquals(await isFolder(folder), false);
+    await waitFor(async () => !await isFolder(folder), "its folder to go");
   });
 }
 
