@@ -18,7 +18,7 @@
  */
 import { hostname } from "node:os";
 import * as config from "./config.ts";
-import { checkSchema, Database, describe, isDisconnect, patient, pause } from "./db.ts";
+import { checkSchema, codeOf, Database, describe, isDisconnect, patient, pause } from "./db.ts";
 import { type Kinds, loadKinds, Stop } from "./jobs/kind.ts";
 import { sweepFolders } from "./jobs/process.ts";
 import { type Runner, runToEnd } from "./jobs/run.ts";
@@ -186,7 +186,9 @@ async function claimFrom(worker: Worker, from: queue.Ready, room: number): Promi
     jobs = await db.run((sql) => queue.claim(sql, from, { ...options, leaseS: settings.leaseS }));
   } catch (error) {
     if (isDisconnect(error)) worker.leases.lostClaims.set(token, sentAtMs);
-    log.warn("claim from {queue}: {error}", { queue: from.queue, error: describe(error) });
+    const held = codeOf(error) === "55P03"; // by a claim or another transaction, for longer than 1 s
+    const facts = { queue: from.queue, error: describe(error) };
+    log[held ? "debug" : "warn"]("claim from {queue}: {error}", facts);
     pauseMs = settings.pollMaxMs * Math.min(count, 5);
   }
   for (const job of jobs) start(worker, job, sentAtMs);

@@ -453,11 +453,15 @@ async function isAlive(pid: number): Promise<boolean> {
   return await command("ps", "-p", String(pid)).then(() => true, () => false);
 }
 
+const randomName = () => crypto.randomUUID().replaceAll("-", "").slice(0, 16);
+
 /** A path for a new temporary folder, where `user` can make one. */
 async function temporaryPath(user: User | undefined): Promise<string> {
   for (const folder of [tmpdir(), "/tmp", "/var/tmp"]) {
     if (user && !await may(user, "-w", folder)) continue;
-    return join(await Deno.realPath(folder), `siding-postgres-${crypto.randomUUID()}`);
+    const path = join(await Deno.realPath(folder), `siding-postgres-${randomName()}`);
+    // A socket in it has a path of 107 bytes at the most: macOS's temporary folder is long.
+    if (path.length <= 80 || folder === "/var/tmp") return path;
   }
   throw new Error(`User ${user?.uid}, who is to run PostgreSQL, can't write to /tmp or /var/tmp`);
 }

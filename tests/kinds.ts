@@ -127,10 +127,14 @@ export const kinds = {
   /** Heeds its signal. */
   waits: inline({
     payload: z.unknown(),
-    work: (_, { signal, report }) =>
+    work: (payload, { signal, report }) =>
       new Promise((_, reject) => {
         report("waiting", 0.5);
-        signal.addEventListener("abort", () => reject(signal.reason));
+        signal.addEventListener("abort", () => {
+          const note = (payload as { note?: string } | null)?.note;
+          if (note) Deno.writeTextFileSync(note, "stopped");
+          reject(signal.reason);
+        });
       }),
   }),
 

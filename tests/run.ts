@@ -68,7 +68,7 @@ async function runOn(url: string, files: string[], flags: string[]): Promise<Cou
   console.log(`\n${files.length} test files on PostgreSQL ${await versionOf(url)}`);
   // For all that the tests and their processes leave, killed ones too; open to any user, since
   // servers that root starts run as another.
-  const folder = await Deno.makeTempDir({ prefix: "siding-tests-" });
+  const folder = await Deno.makeTempDir({ prefix: "siding-" });
   await Deno.chmod(folder, 0o1777);
   const report = `${folder}/report.xml`;
   try {

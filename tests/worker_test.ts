@@ -369,10 +369,18 @@ for (const how of ["cut", "silence"] as const) {
     `a job whose lease cannot be renewed is stopped in time, and is nobody's crash (${how})`,
     async (sql, url) => {
       await using proxy = startProxy(url);
-      const flags = ["--lease-s", "3", "--statement-limit-ms", "500"];
+      const flags = ["--lease-s", "3", "--statement-limit-ms", "500", "--concurrency", "2"];
       await using worker = startWorker(proxy.url, flags);
       const { entry, pids } = await runForking(sql);
+      // A function in the worker has no guard: the worker itself must stop it.
+      const note = await Deno.makeTempFile();
+      const inline = await enqueue(sql, "waits", { note });
+      await reaches(sql, inline, "running");
       proxy[how]();
+      await waitFor(() => Deno.readTextFileSync(note) === "stopped", "the function to be stopped");
+      const [{ rest }] = await sql`select extract(epoch from lease_until - now())::float8 as rest
+        from ${sql(schema)}.jobs where id = ${inline.id}`;
+      assert(rest > 0, `stopped ${-rest} s after its lease`);
       await gone(pids);
       const [{ left }] = await sql`select extract(epoch from lease_until - now())::float8 as left
       from ${sql(schema)}.jobs where id = ${entry.id}`;
