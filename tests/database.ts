@@ -6,6 +6,7 @@
  * by hand.
  */
 import postgres from "postgres";
+import { connect, type Pool } from "../db.ts";
 import { startPostgres } from "../dev/postgres.ts";
 import { migrate } from "../migrate.ts";
 
@@ -42,6 +43,19 @@ async function copyOf(source: string): Promise<TestDatabase> {
       await withAdmin((sql) => sql`drop database ${sql(name)} with (force)`);
     },
   };
+}
+
+/** A test with a migrated database of its own, and a pool to it that is closed after. */
+export function databaseTest(name: string, body: (sql: Pool, url: string) => Promise<void>): void {
+  Deno.test(name, async () => {
+    await using database = await testDatabase();
+    const sql = connect(database.url, { max: 4 });
+    try {
+      await body(sql, database.url);
+    } finally {
+      await sql.end({ timeout: 1 });
+    }
+  });
 }
 
 /**

@@ -1,6 +1,6 @@
 /** Files in chunks: whole, bounded, and gone when no job came for them. */
 import { assert, assertEquals, assertRejects } from "@std/assert";
-import { connect, type Pool, schema, via } from "../db.ts";
+import { type Pool, schema, via } from "../db.ts";
 import {
   baseName,
   CHUNK_BYTES,
@@ -11,19 +11,7 @@ import {
   writeFile,
 } from "../files.ts";
 import * as queue from "../queue.ts";
-import { testDatabase } from "./database.ts";
-
-function test(name: string, body: (sql: Pool) => Promise<void>): void {
-  Deno.test(name, async () => {
-    await using database = await testDatabase();
-    const sql = connect(database.url, { max: 4 });
-    try {
-      await body(sql);
-    } finally {
-      await sql.end({ timeout: 1 });
-    }
-  });
-}
+import { databaseTest as test } from "./database.ts";
 
 const kinds = ["a"];
 const worker = (sql: Pool) =>

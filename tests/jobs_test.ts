@@ -1,23 +1,11 @@
 /** How kinds of job run to their outcome, in the test's own process. */
 import { assert, assertEquals, assertRejects, assertStringIncludes } from "@std/assert";
-import { connect, type Pool, schema, via } from "../db.ts";
+import { type Pool, schema, via } from "../db.ts";
 import { outputsOf, readFile, writeFile } from "../files.ts";
 import { PayloadError } from "../jobs/kind.ts";
 import * as queue from "../queue.ts";
-import { testDatabase } from "./database.ts";
+import { databaseTest as test } from "./database.ts";
 import { drainForTest, enqueue, enqueueMany, kinds, service } from "./kinds.ts";
-
-function test(name: string, body: (sql: Pool) => Promise<void>): void {
-  Deno.test(name, async () => {
-    await using database = await testDatabase();
-    const sql = connect(database.url, { max: 4 });
-    try {
-      await body(sql);
-    } finally {
-      await sql.end({ timeout: 1 });
-    }
-  });
-}
 
 async function jobs(sql: Pool): Promise<queue.JobView[]> {
   const rows = await sql<{ id: string }[]>`select id::text from ${sql(schema)}.jobs order by id`;

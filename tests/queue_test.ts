@@ -2,20 +2,7 @@
 import { assert, assertEquals, assertRejects } from "@std/assert";
 import { connect, type Pool, schema, type Sql, withQueueLock } from "../db.ts";
 import * as queue from "../queue.ts";
-import { testDatabase, waitFor } from "./database.ts";
-
-/** Runs a test with a database of its own, and closes its pool. */
-function test(name: string, body: (sql: Pool, url: string) => Promise<void>): void {
-  Deno.test(name, async () => {
-    await using database = await testDatabase();
-    const sql = connect(database.url, { max: 4 });
-    try {
-      await body(sql, database.url);
-    } finally {
-      await sql.end({ timeout: 1 });
-    }
-  });
-}
+import { databaseTest as test, waitFor } from "./database.ts";
 
 const kinds = ["a", "b"];
 const jobsTable = (sql: Pool) => sql`${sql(schema)}.jobs`;

@@ -3,22 +3,10 @@ import { assert, assertEquals, assertStringIncludes } from "@std/assert";
 import { connect, type Pool, schema, via } from "../db.ts";
 import { outputsOf, writeFile } from "../files.ts";
 import * as queue from "../queue.ts";
-import { testDatabase, waitFor } from "./database.ts";
+import { databaseTest as test, waitFor } from "./database.ts";
 import { enqueue, enqueueMany } from "./kinds.ts";
 import { isAlive, startWorker } from "./processes.ts";
 import { startProxy } from "./proxy.ts";
-
-function test(name: string, body: (sql: Pool, url: string) => Promise<void>): void {
-  Deno.test(name, async () => {
-    await using database = await testDatabase();
-    const sql = connect(database.url, { max: 4 });
-    try {
-      await body(sql, database.url);
-    } finally {
-      await sql.end({ timeout: 1 });
-    }
-  });
-}
 
 async function jobOf(sql: Pool, { id }: { id: string }): Promise<queue.JobView> {
   return (await queue.get(sql, [id]))[0];
