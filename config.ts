@@ -101,6 +101,7 @@ export const settings = {
   recoverMs: int(30_000, 100, 600_000, "how often a worker looks for what silent ones left"),
   drainS: int(20, 0, 3600, "how long a stopped worker lets its jobs go on"),
   maxCrashes: int(2, 1, 100, "the crash of a job's worker that fails the job"),
+  maxReleases: int(5, 0, 1000, "how often a stopped worker may give a job back before it fails"),
   unknownKindS: int(3600, 1, 864_000, "how long a job of a kind no worker knows may wait"),
   retentionS: int(2_592_000, 60, 315_360_000, "how long finished jobs are kept"),
   fileGraceS: int(3600, 1, 864_000, "how long a file may be without a job"),

@@ -238,6 +238,7 @@ export type Outcome =
 /**
  * Ends attempts of one worker, in one statement whatever their outcomes.
  *
+ * @param maxReleases how often a job may be given back before that fails it
  * @returns the ids whose outcome stands, also where it had landed before and only the reply was
  * lost. The worker has lost the others: somebody else has them.
  */
@@ -245,10 +246,13 @@ export async function settle(
   sql: Sql,
   worker: string,
   outcomes: readonly Outcome[],
+  maxReleases = 5,
 ): Promise<string[]> {
   const clean = outcomes.map((o) => "error" in o ? { ...o, error: cut(o.error, 8192) } : o);
   const rows = await sql<{ id: string }[]>`
-    select id::text from ${s(sql)}.settle(${worker}, ${json(clean)}::text::jsonb) as id`;
+    select id::text from ${s(sql)}.settle(${worker}, ${
+    json(clean)
+  }::text::jsonb, ${maxReleases}) as id`;
   return rows.map((row) => row.id);
 }
 

@@ -205,7 +205,9 @@ function start(worker: Worker, job: queue.Job, sentAtMs: number): void {
   const { leases, db, files, kinds } = worker;
   const held = leases.hold(job, sentAtMs);
   const runner: Runner = {
-    ...{ db, files, worker: leases.bootId, kinds, maxFileBytes: worker.settings.maxFileBytes },
+    ...{ db, files, worker: leases.bootId, kinds },
+    maxFileBytes: worker.settings.maxFileBytes,
+    maxReleases: worker.settings.maxReleases,
     onLease: (tell) => leases.onRenewal(held, tell),
     report: (stage, progress) => leases.report(held, stage, progress),
   };

@@ -34,6 +34,8 @@ export interface Runner {
   worker: string;
   kinds: Kinds;
   maxFileBytes: number;
+  /** How often a job may be given back; see settle. */
+  maxReleases?: number;
   /** Tells how long the job's lease lasts; without it, for ever. */
   onLease?: OnLease;
   /** Told each stage a job reaches. */
@@ -188,12 +190,12 @@ function delayS({ backoffS }: Kind, failures: number): number {
  * @returns whether the outcome stands; false: the job is somebody else's
  */
 export async function record(
-  db: Via,
-  worker: string,
+  { db, worker, maxReleases }: Pick<Runner, "db" | "worker" | "maxReleases">,
   outcome: Outcome,
   signal: AbortSignal,
 ): Promise<boolean> {
-  const write = (o: Outcome) => patient(db, signal).run((sql) => settle(sql, worker, [o]));
+  const write = (o: Outcome) =>
+    patient(db, signal).run((sql) => settle(sql, worker, [o], maxReleases));
   try {
     return (await write(outcome)).length > 0;
   } catch (error) {
@@ -216,7 +218,7 @@ export async function runToEnd(
   log.info("job {job} {kind} started, attempt {attempt}", facts);
   try {
     const outcome = await run(runner, job, stop);
-    const stands = outcome && await record(runner.db, runner.worker, outcome, hurry);
+    const stands = outcome && await record(runner, outcome, hurry);
     const seconds = ((performance.now() - startedMs) / 1000).toFixed(1);
     if (!stands) {
       log.warn("job {job} {kind} is lost: somebody else has it", facts);

@@ -83,12 +83,9 @@ async function drain(sql: Pool, kinds: Kinds, most: number): Promise<Drained[]> 
       if (empty === MAX_EMPTY) throw new Error("the next job is held by an open transaction");
       for (const job of jobs) {
         const stop = new AbortController();
-        const outcome = await run(
-          { db, files: db, worker, kinds, maxFileBytes: Infinity },
-          job,
-          stop.signal,
-        );
-        if (outcome) await record(db, worker, outcome, stop.signal);
+        const runner = { db, files: db, worker, kinds, maxFileBytes: Infinity };
+        const outcome = await run(runner, job, stop.signal);
+        if (outcome) await record(runner, outcome, stop.signal);
         drained.push({ id: job.id, kind: job.kind, outcome });
       }
     }

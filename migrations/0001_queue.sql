@@ -566,14 +566,15 @@ $$;
 --   failed     with error; delay_s retries the job after so many seconds, null fails it for good;
 --              unsent: the paid service refused it, so it was not charged
 --   snoozed    with delay_s: put off at its own wish, which counts as no failure
---   released   with error: its worker stops; it goes back in line and keeps its place
+--   released   with error: its worker stops; it goes back in line and keeps its place, at most
+--              max_releases times, so that deploys in a row cannot run a long job for ever
 --   cancelled  as somebody asked
 --   review     with error: whether a paid service has it is not known
 -- A job that was asked to be cancelled meanwhile is not run again, and what may have been sent
 -- waits for a person instead of being sent again.
 -- Returns the ids whose outcome stands, also those where it had landed before and only the reply
 -- was lost. The others are no longer the worker's, which has lost them.
-create function siding.settle(worker uuid, outcomes jsonb)
+create function siding.settle(worker uuid, outcomes jsonb, max_releases integer default 5)
 returns setof bigint language plpgsql
 set lock_timeout = '5s' as $$
 declare
@@ -592,8 +593,9 @@ begin
         when o.outcome = 'failed' and o.delay_s is null then 'failed'
         when j.sent_at is not null and j.request_id is null and not coalesce(o.unsent, false) then 'review'
         when j.cancel_requested_at is not null and j.request_id is null then 'cancelled'
-        when o.outcome = 'released' then 'queued'
-        else 'scheduled' end as status
+        when o.outcome <> 'released' then 'scheduled'
+        when j.releases < max_releases or j.request_id is not null then 'queued'
+        else 'failed' end as status
     from siding.jobs j join jsonb_to_recordset(outcomes) as o(id bigint, attempt integer,
       outcome text, result jsonb, error text, delay_s double precision, unsent boolean)
       on o.id = j.id and o.attempt = j.attempt
@@ -605,7 +607,11 @@ begin
     update siding.jobs j set
       status = m.status,
       result = m.result,
-      error = case when m.status in ('done', 'cancelled') then null else m.error end,
+      error = case
+        when m.status in ('done', 'cancelled') then null
+        when m.status = 'failed' and m.outcome = 'released' then
+          left(format('given back %s times, the last since %s', j.releases + 1, m.error), 2000)
+        else m.error end,
       progress = case when m.status = 'done' then 1 else j.progress end,
       due_at = case when m.status = 'scheduled' then now() + m.delay_s * interval '1 second' else j.due_at end,
       failures = j.failures + (m.outcome = 'failed')::integer,

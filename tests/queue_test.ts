@@ -536,6 +536,25 @@ test("outcomes of all sorts are settled in one statement, each for itself", asyn
   assertEquals(next.map((row) => row.owner), ["ada", "bob"]);
 });
 
+test("a job is given back so many times and no more, unless it was paid for", async (sql) => {
+  const worker = await aWorker(sql);
+  const [free] = await queue.enqueue(sql, [{ kind: "a" }]);
+  for (let n = 1; n <= 6; n++) {
+    const [job] = await claimNext(sql, worker);
+    assertEquals([job.id, job.releases], [free.id, n - 1]);
+    await queue.release(sql, worker, job, "its worker was stopped");
+  }
+  const job = await stateOf(sql, free.id);
+  assertEquals([job.status, job.releases, job.crashes], ["failed", 6, 0]);
+  assertEquals(job.error, "given back 6 times, the last since its worker was stopped");
+
+  const [paid] = await queue.enqueue(sql, [{ kind: "a" }]);
+  await sql`update ${jobsTable(sql)} set releases = 99, sent_at = now(),
+    request_key = gen_random_uuid(), request_id = 'r' where id = ${paid.id}`;
+  await queue.release(sql, worker, (await claimNext(sql, worker))[0], "its worker was stopped");
+  assertEquals((await stateOf(sql, paid.id)).status, "queued");
+});
+
 test("a job whose next is refused is not done, and nothing of the refusal stays", async (sql) => {
   const worker = await aWorker(sql);
   await queue.enqueue(sql, [{ kind: "a" }]);
