@@ -11,7 +11,7 @@
  *
  * It runs under guard.sh, which ends it when this process cannot.
  */
-import { mkdir, readdir, rm, writeFile } from "node:fs/promises";
+import { mkdir, readdir, rm, stat, writeFile } from "node:fs/promises";
 import { existsSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -29,6 +29,7 @@ const STDERR_BYTES = 4096;
 const AFTERMATH_MS = 2000;
 /** Work folders; the number is the process id of their worker. */
 const FOLDER = /^siding-job-(\d+)-/;
+const DAY_MS = 86_400_000;
 
 /** Tells, now and at each renewal, how many seconds the job may still run. @returns to stop it */
 export type OnLease = (tell: (leftS: number) => void) => () => void;
@@ -64,13 +65,18 @@ export async function runProcess(
   }
 }
 
-/** Removes the work folders of workers on this machine that are no more. */
-export async function sweepFolders(): Promise<void> {
-  for (const name of await readdir(tmpdir())) {
+/**
+ * Removes work folders that a worker and its guard left behind, both killed at once: those a day
+ * old and more, whose worker is not here. (A worker in another container may share this folder.)
+ */
+export async function sweepFolders(nowMs = Date.now()): Promise<void> {
+  for (const name of await readdir(tmpdir()).catch(() => [])) {
     const pid = FOLDER.exec(name)?.[1];
-    if (pid && existsSync("/proc/self") && !existsSync(`/proc/${pid}`)) {
-      await rm(join(tmpdir(), name), { recursive: true, force: true });
-    }
+    const path = join(tmpdir(), name);
+    if (!pid || existsSync(`/proc/${pid}`)) continue;
+    const age = await stat(path).then((info) => nowMs - info.mtimeMs, () => 0);
+    // Another worker may be at it too, or it may be another user's: no reason not to start.
+    if (age > DAY_MS) await rm(path, { recursive: true, force: true }).catch(() => {});
   }
 }
 

@@ -3,6 +3,7 @@ import { assert, assertEquals, assertRejects, assertStringIncludes } from "@std/
 import { type Pool, schema, via } from "../db.ts";
 import { outputsOf, readFile, writeFile } from "../files.ts";
 import { PayloadError } from "../jobs/kind.ts";
+import { sweepFolders } from "../jobs/process.ts";
 import * as queue from "../queue.ts";
 import { databaseTest as test } from "./database.ts";
 import { drainForTest, enqueue, enqueueMany, kinds, service } from "./kinds.ts";
@@ -159,6 +160,21 @@ test("a process sees none of the worker's secrets in its environment", async (sq
   const allowed = ["DENO_DIR", "HOME", "LANG", "PATH", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "_"];
   const others = String(job.result).trim().split(" ").filter((name) => !allowed.includes(name));
   assertEquals(others, []);
+});
+
+Deno.test("work folders that were left behind are swept after a day, those of live workers never", async () => {
+  const dead = new Deno.Command("/bin/true").spawn();
+  await dead.status;
+  const [mine, old] = [
+    await Deno.makeTempDir({ prefix: `siding-job-${Deno.pid}-` }),
+    await Deno.makeTempDir({ prefix: `siding-job-${dead.pid}-` }),
+  ];
+  const there = (path: string) => Deno.stat(path).then(() => true, () => false);
+  await sweepFolders();
+  assertEquals([await there(mine), await there(old)], [true, true]);
+  await sweepFolders(Date.now() + 86_400_000 + 60_000);
+  assertEquals([await there(mine), await there(old)], [true, false]);
+  await Deno.remove(mine);
 });
 
 test("a process that misbehaves fails with a message that says how", async (sql) => {

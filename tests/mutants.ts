@@ -22,6 +22,8 @@ interface Mutant {
 }
 
 const SQL = "migrations/0001_queue.sql";
+/** A test that hangs without its code has noticed, too. */
+const LIMIT_MS = 180_000;
 
 const mutants: Mutant[] = [
   {
@@ -318,12 +320,14 @@ async function tryOut({ file, cut, test, filter }: Mutant, url: string): Promise
     const text = await Deno.readTextFile(join(folder, file));
     if (text.split(cut[0]).length !== 2) return `NOT TRIED: its text is not once in ${file}`;
     await Deno.writeTextFile(join(folder, file), text.replace(cut[0], () => cut[1]));
-    const { code, stdout } = await new Deno.Command(Deno.execPath(), {
+    const { code, signal, stdout } = await new Deno.Command(Deno.execPath(), {
       args: ["test", "-A", "--no-check", `--filter=${filter}`, `tests/${test}`],
       cwd: folder,
       env: { DATABASE_URL_TEST: url, NO_COLOR: "1" },
       stderr: "null",
+      signal: AbortSignal.timeout(LIMIT_MS),
     }).output();
+    if (signal) return "noticed (its test did not end)";
     const summary = new TextDecoder().decode(stdout).match(/(\d+) passed(?: .*)? \| (\d+) failed/);
     if (!summary || (summary[1] === "0" && summary[2] === "0")) {
       return "NOT TRIED: its test was not found";
