@@ -201,61 +201,58 @@ returns table (ord integer, id bigint, created boolean) language plpgsql as $$
 declare
   total integer := jsonb_array_length(jobs);
   -- Drawn first: an insert's "returning" could not say which row came from which input.
-  ids bigint[] := array(select nextval(pg_get_serial_sequence('siding.jobs', 'id'))
-                        from generate_series(1, total));
-  inserted bigint[];
-  fresh bigint[] := '{}';
-  pending integer[];
+  drawn bigint[] := array(select nextval(pg_get_serial_sequence('siding.jobs', 'id'))
+                          from generate_series(1, total));
+  ids bigint[];
+  fresh bigint[];
 begin
   perform siding.check_enqueue(jobs);
   -- Each round inserts what has no holder and looks up the holder of the rest. A key has neither
-  -- when its holder finished between the two, so the round is repeated, a bounded number of times.
+  -- when its holder finished between the two; then the round is undone and repeated, a bounded
+  -- number of times. Undone, since to go back to an earlier key while holding a later one is how
+  -- two batches deadlock (seen: within seconds, where holders come and go).
   for round in 1..10 loop
-    with rows as (
-      insert into siding.jobs
-        (id, queue, kind, owner, payload, priority, unique_key, due_at, status)
-      select ids[x.ord], coalesce(x.queue, 'default'), x.kind, x.owner, coalesce(x.payload, 'null'),
-             coalesce(x.priority, 0), x.unique_key, t.due_at,
-             case when t.due_at > now() then 'scheduled' else 'queued' end
-      from rows from (jsonb_to_recordset(jobs) as (queue text, kind text, owner text, payload jsonb,
-             priority integer, unique_key text, due_at timestamptz, delay_s double precision))
-             with ordinality as x(queue, kind, owner, payload, priority, unique_key, due_at, delay_s, ord)
-      -- Not before now: an instant in the past would pass those who wait.
-      cross join lateral (select greatest(now(), coalesce(x.due_at, now() + coalesce(x.delay_s, 0)
-                                          * interval '1 second')) as due_at) t
-      where round = 1 or x.ord in (select unnest(pending))
-      -- In order of key: two batches that take the same keys in turns would deadlock.
-      order by x.kind, x.unique_key, x.ord
-      -- Waits for a holder that is not committed yet; a second of the same key in this batch yields.
-      on conflict (kind, unique_key)
-        where unique_key is not null and status in ('scheduled', 'queued', 'running', 'review')
-        do nothing
-      returning id
-    )
-    select coalesce(array_agg(id), '{}') into inserted from rows;
-    fresh := fresh || inserted;
-    exit when cardinality(fresh) = total;
+    begin
+      ids := drawn;
+      with rows as (
+        insert into siding.jobs
+          (id, queue, kind, owner, payload, priority, unique_key, due_at, status)
+        select ids[x.ord], coalesce(x.queue, 'default'), x.kind, x.owner, coalesce(x.payload, 'null'),
+               coalesce(x.priority, 0), x.unique_key, t.due_at,
+               case when t.due_at > now() then 'scheduled' else 'queued' end
+        from rows from (jsonb_to_recordset(jobs) as (queue text, kind text, owner text, payload jsonb,
+               priority integer, unique_key text, due_at timestamptz, delay_s double precision))
+               with ordinality as x(queue, kind, owner, payload, priority, unique_key, due_at, delay_s, ord)
+        -- Not before now: an instant in the past would pass those who wait.
+        cross join lateral (select greatest(now(), coalesce(x.due_at, now() + coalesce(x.delay_s, 0)
+                                            * interval '1 second')) as due_at) t
+        -- In order of key: two batches that take the same keys in turns would deadlock.
+        order by x.kind, x.unique_key, x.ord
+        -- Waits for a holder that is not committed yet; a second of the same key in this batch yields.
+        on conflict (kind, unique_key)
+          where unique_key is not null and status in ('scheduled', 'queued', 'running', 'review')
+          do nothing
+        returning id
+      )
+      select coalesce(array_agg(id), '{}') into fresh from rows;
+      exit when cardinality(fresh) = total;
 
-    with rest as (
-      select x.ord, holder.id
-      from rows from (jsonb_to_recordset(jobs) as (kind text, unique_key text))
-             with ordinality as x(kind, unique_key, ord)
-      left join siding.jobs holder on holder.kind = x.kind and holder.unique_key = x.unique_key
-        and holder.status in ('scheduled', 'queued', 'running', 'review')
-      where x.unique_key is not null
-        and not exists (select from unnest(fresh) f(id) where f.id = ids[x.ord])
-        and (round = 1 or x.ord in (select unnest(pending)))
-    )
-    select array(select coalesce(rest.id, all_ids.id)
-                 from unnest(ids) with ordinality as all_ids(id, ord)
-                 left join rest on rest.ord = all_ids.ord order by all_ids.ord),
-           array(select rest.ord from rest where rest.id is null)
-      into ids, pending;
-    exit when cardinality(pending) = 0;
-    if round = 10 then
+      select array_agg(case when f.id is not null then d.id else holder.id end order by d.ord) into ids
+        from unnest(drawn) with ordinality as d(id, ord)
+        join rows from (jsonb_to_recordset(jobs) as (kind text, unique_key text))
+          with ordinality as x(kind, unique_key, ord) on x.ord = d.ord
+        left join unnest(fresh) as f(id) on f.id = d.id
+        left join siding.jobs holder on f.id is null
+          and holder.kind = x.kind and holder.unique_key = x.unique_key
+          and holder.status in ('scheduled', 'queued', 'running', 'review');
+      exit when array_position(ids, null) is null;
       raise exception 'unique_key "%" was taken and freed % times in a row',
-        jobs -> (pending[1] - 1) ->> 'unique_key', round using errcode = 'SD409';
-    end if;
+        jobs -> (array_position(ids, null) - 1) ->> 'unique_key', round using errcode = 'SD409';
+    exception when sqlstate 'SD409' then
+      if round = 10 then
+        raise;
+      end if;
+    end;
   end loop;
 
   perform siding.attach_files(jobs, ids, fresh);

@@ -194,7 +194,7 @@ export const kinds = {
     { timeoutS: 30 },
   ),
   "odd-name": shell(`printf x > "out/$(printf '\\377').txt"; echo '{"result": 1}'`),
-  "tiny-progress": shell(`echo '{"stage": "x", "progress": 1e-60}'; exec sleep 600`),
+  "tiny-progress": shell(`echo '{"stage": "x\\u0000", "progress": 1e-60}'; exec sleep 600`),
   "no-such-program": process({ payload: z.unknown(), command: ["./nowhere"], retries: 0 }),
 
   charge: paid({

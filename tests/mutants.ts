@@ -232,7 +232,7 @@ const mutants: Mutant[] = [
     invariant: "I15",
     what: "a result that is not looked at",
     file: "jobs/run.ts",
-    cut: ['  if (error) return { id, attempt, outcome: "failed", error };\n', ""],
+    cut: ["  if (bad) throw new PermanentFailure(bad);\n", ""],
     test: "jobs_test.ts",
     filter: "leaves the others of its batch",
   },
@@ -242,7 +242,7 @@ const mutants: Mutant[] = [
     file: SQL,
     cut: ["for round in 1..10 loop", "for round in 1..1 loop"],
     test: "queue_test.ts",
-    filter: "finishes between",
+    filter: "finish between",
   },
   {
     invariant: "queue",

@@ -208,30 +208,31 @@ for (const how of ["commit", "rollback"] as const) {
 }
 
 test(
-  "a key whose holder finishes between the insert and the look-up is taken after all",
+  "keys whose holders finish between the insert and the look-up are taken after all",
   async (sql, url) => {
-    // Holders that come and go as fast as they can, and enqueues that meet them in every phase.
+    // Fifty holders that come and end together, as fast as they can, and enqueues of the same keys
+    // that meet them in every phase.
+    const batch = Array.from({ length: 50 }, (_, i) => ({ kind: "a", unique_key: `k${i}` }));
     const worker = await aWorker(sql);
     const churn = connect(url, { max: 1 });
     let over = false;
     const churning = (async () => {
       while (!over) {
-        await queue.enqueue(churn, [{ kind: "a", unique_key: "k" }]);
-        for (const job of await claimNext(churn, worker)) {
-          await queue.finish(
-            churn,
-            worker,
-            job,
-            null,
-          );
-        }
+        await queue.enqueue(churn, batch);
+        const jobs = await claimNext(churn, worker, 100);
+        const done = jobs.map(({ id, attempt }) => ({
+          id,
+          attempt,
+          outcome: "cancelled" as const,
+        }));
+        await queue.settle(churn, worker, done);
       }
     })();
     const other = connect(url, { max: 1 });
     try {
-      for (let i = 0; i < 500; i++) {
-        const [{ id }] = await queue.enqueue(other, [{ kind: "a", unique_key: "k" }]);
-        assert(id);
+      for (let i = 0; i < 300; i++) {
+        const ids = (await queue.enqueue(other, batch)).map((entry) => entry.id);
+        assertEquals((await queue.get(other, ids)).length, new Set(ids).size, "each id is a job");
       }
     } finally {
       over = true;

@@ -378,10 +378,16 @@ for (const how of ["cut", "silence"] as const) {
         where id = ${entry.id}`;
         return out;
       }, "the lease to run out");
+      const [{ mended }] = await sql`select now() as mended`;
       proxy.mend();
+
       await waitFor(async () => (await jobOf(sql, entry)).attempt === 2, "the job to run again");
       const job = await jobOf(sql, entry);
       assertEquals([job.releases, job.crashes], [1, 0]);
+      await waitFor(async () => {
+        const [row] = await sql`select seen_at > ${mended} as yes from ${sql(schema)}.processes`;
+        return row.yes;
+      }, "its heartbeat to be back");
       assert(isAlive(worker.pid));
     },
   );
