@@ -105,6 +105,8 @@ test(
       { kind: "careless" },
       { kind: "echo", payload: 2 },
     ]);
+    // Its columns could not hold such a stage and number, and the heartbeat carries them for all.
+    const tiny = await enqueue(sql, "tiny-progress", {}, { priority: 1 });
     await using worker = startWorker(url, ["--concurrency", "20"]);
     const jobs = await waitFor(async () => {
       const jobs = await queue.get(sql, entries.map((entry) => entry.id));
@@ -118,6 +120,13 @@ test(
     ]);
     for (const job of jobs) assert(job.status === "done" || job.error, job.kind);
     assertEquals(jobs.map((job) => job.attempt), jobs.map(() => 1));
+    const { stage, progress, attempt } = await waitFor(async () => {
+      const job = await jobOf(sql, tiny);
+      return job.stage !== null && job;
+    }, "its stage");
+    assertEquals([stage, progress, attempt], ["x\ufffd", 0, 1]);
+    await waitFor(() => worker.log().includes("nor for this"), "errors left behind to be logged");
+    assertStringIncludes(worker.log(), "nobody waits for this");
     assert(isAlive(worker.pid));
   },
 );
