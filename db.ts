@@ -157,12 +157,19 @@ export function patient(db: Via, signal: AbortSignal, limitMs = 600_000): Via {
       const endMs = performance.now() + limitMs;
       for (let round = 0;; round++) {
         signal.throwIfAborted();
+        // A call that waits for a connection, or for a reply, does not keep a caller that gave up.
+        let onAbort = () => {};
+        const aborted = new Promise<never>((_, reject) => {
+          onAbort = () => reject(signal.reason);
+          signal.addEventListener("abort", onAbort);
+        });
         try {
-          return await db.run(f);
+          return await Promise.race([db.run(f), aborted]);
         } catch (error) {
-          if (!isTransient(error) || performance.now() > endMs) throw error;
+          if (signal.aborted || !isTransient(error) || performance.now() > endMs) throw error;
           await pause(Math.min(5000, 100 * 2 ** round), signal);
-          signal.throwIfAborted();
+        } finally {
+          signal.removeEventListener("abort", onAbort);
         }
       }
     },

@@ -182,6 +182,11 @@ export class Leases {
     return Math.min(20, this.leaseS / 6);
   }
 
+  /** Seconds between a job's SIGTERM and its SIGKILL, both within the lease. */
+  get graceS(): number {
+    return this.#marginS / 4;
+  }
+
   /** Seconds after which the guard is to end the job, should no renewal come. */
   #guardedS({ renewedAtMs }: Held): number {
     return this.leaseS - this.#marginS / 2 - (performance.now() - renewedAtMs) / 1000;

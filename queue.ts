@@ -221,7 +221,7 @@ async function claimRepeatableRead(sql: Pool, queue: string, o: ClaimOptions): P
       ).simple();
       return Array.from((results as unknown as [unknown, Job[]])[1]);
     } catch (error) {
-      if (!/^(40001|40P01|55P03)$/.test(codeOf(error))) throw error;
+      if (!/^(40001|40P01)$/.test(codeOf(error))) throw error;
       if (round === 10) return []; // others were first each time; the caller polls again
       await new Promise((done) => setTimeout(done, Math.random() * 2 ** Math.min(round, 6)));
     }

@@ -86,7 +86,7 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   ];
   const dead = leases.dead.signal;
   const noMore = AbortSignal.any([signal, dead]);
-  await config.repeat("claim", () => work(worker), noMore, () => worker.roomMade.signal);
+  await config.repeat("claim", () => work(worker, noMore), noMore, () => worker.roomMade.signal);
   await drain(worker);
   over.abort();
   await Promise.all(loops);
@@ -152,7 +152,7 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
 }
 
 /** One look and, when there is something, one claim. @returns milliseconds until the next */
-async function work(worker: Worker): Promise<number> {
+async function work(worker: Worker, stop: AbortSignal): Promise<number> {
   const { settings, serves, db } = worker;
   const room = settings.concurrency - worker.leases.held.size;
   worker.roomMade = new AbortController();
@@ -160,20 +160,27 @@ async function work(worker: Worker): Promise<number> {
   const { ready, promotable } = await db.run((sql) => queue.look(sql, settings.queues, serves));
   // None moved: somebody's open transaction holds them, which is no reason to wait with the others.
   if (promotable && await db.run((sql) => queue.promote(sql)) > 0) return 0;
-  // A queue that is locked, or whose next job is, must not keep the worker from the others.
-  const open = ready.filter(({ queue }) =>
-    !(performance.now() < (worker.misses.get(queue)?.untilMs ?? 0))
-  );
-  for (const candidate of open) {
-    if (await claimFrom(worker, candidate, room) > 0) return 0;
+  // A queue that is locked, or whose next job is, must not keep the worker from the others: it is
+  // left alone for a while, and comes after those that were not.
+  const missesOf = ({ queue }: queue.Ready) => worker.misses.get(queue) ?? { count: 0, untilMs: 0 };
+  const open = ready.filter((from) => performance.now() >= missesOf(from).untilMs)
+    .sort((a, b) => missesOf(a).count - missesOf(b).count);
+  for (const from of open) {
+    if (stop.aborted) return 0;
+    const claimed = await claimFrom(worker, from, room);
+    if (claimed !== 0) return 0; // started some, or waited for a lock: look again
   }
   if (ready.length === 0) return jitter(settings.pollMaxMs);
-  const soonestMs = Math.min(...ready.map(({ queue }) => worker.misses.get(queue)?.untilMs ?? 0));
-  return Math.max(10, Math.min(settings.pollMaxMs, soonestMs - performance.now()));
+  const soonestMs = Math.min(...ready.map((from) => missesOf(from).untilMs)) - performance.now();
+  return Math.max(10, Math.min(settings.pollMaxMs, soonestMs));
 }
 
-/** Claims from one queue and starts what it got. @returns how many */
-async function claimFrom(worker: Worker, from: queue.Ready, room: number): Promise<number> {
+/** Claims from one queue and starts what it got. @returns how many; null: others hold its lock */
+async function claimFrom(
+  worker: Worker,
+  from: queue.Ready,
+  room: number,
+): Promise<number | null> {
   const { settings, db, misses } = worker;
   const token = crypto.randomUUID();
   const sentAtMs = performance.now();
@@ -182,11 +189,12 @@ async function claimFrom(worker: Worker, from: queue.Ready, room: number): Promi
   // Others were faster, or hold what was seen: further and further apart, not all at once again.
   let pauseMs = Math.min(settings.pollMaxMs, 10 * 2 ** Math.min(count, 10));
   let jobs: queue.Job[] = [];
+  let held = false;
   try {
     jobs = await db.run((sql) => queue.claim(sql, from, { ...options, leaseS: settings.leaseS }));
   } catch (error) {
     if (isDisconnect(error)) worker.leases.lostClaims.set(token, sentAtMs);
-    const held = codeOf(error) === "55P03"; // by a claim or another transaction, for longer than 1 s
+    held = codeOf(error) === "55P03"; // by a claim or another transaction, for longer than 1 s
     const facts = { queue: from.queue, error: describe(error) };
     log[held ? "debug" : "warn"]("claim from {queue}: {error}", facts);
     pauseMs = settings.pollMaxMs * Math.min(count, 5);
@@ -194,7 +202,7 @@ async function claimFrom(worker: Worker, from: queue.Ready, room: number): Promi
   for (const job of jobs) start(worker, job, sentAtMs);
   if (jobs.length > 0) misses.delete(from.queue);
   else misses.set(from.queue, { count, untilMs: performance.now() + jitter(pauseMs) });
-  return jobs.length;
+  return held ? null : jobs.length;
 }
 
 /** So that workers which started together do not ask together. */
@@ -208,7 +216,7 @@ function start(worker: Worker, job: queue.Job, sentAtMs: number): void {
     ...{ db, files, worker: leases.bootId, kinds },
     maxFileBytes: worker.settings.maxFileBytes,
     maxReleases: worker.settings.maxReleases,
-    onLease: (tell) => leases.onRenewal(held, tell),
+    lease: { graceS: leases.graceS, onRenewal: (tell) => leases.onRenewal(held, tell) },
     report: (stage, progress) => leases.report(held, stage, progress),
   };
   held.ended = runToEnd(runner, job, held.stop.signal, worker.hurry.signal).finally(() => {

@@ -3,26 +3,37 @@
 # because it is frozen past the deadline of the job's lease. The worker starts this, not the job, so
 # that there is no moment in which the job runs unguarded.
 #
-#     guard.sh COMMAND [ARGUMENT …]
+#     guard.sh GRACE COMMAND [ARGUMENT …]
 #
 # In the job's folder, which has job.json for its stdin. On stdin, from the worker: a number a line,
 # the seconds until the deadline, each in place of the one before; its end, by the worker's wish or
-# by its death, ends the job. Exit code: the job's, or 128 + n after signal n. A job that the
-# deadline ended leaves the file `overdue`; when stdin ended first, the folder is removed.
+# by its death, ends the job: SIGTERM, and SIGKILL after GRACE seconds. Exit code: the job's, or
+# 128 + n after signal n. A job that the deadline ended leaves the file `overdue`; when stdin ended
+# first, the folder is removed.
+
+grace=$1
+shift
+# Its own: the job's may lead nowhere.
+job_path=$PATH
+PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin:$PATH
 
 exec 3<&0
 # A session of its own, so a process group: its number is the job's pid.
-if command -v setsid >/dev/null 2>&1; then
-  setsid "$@" <job.json 3<&- &
+if setsid=$(command -v setsid); then
+  PATH=$job_path "$setsid" "$@" <job.json 3<&- &
 else # macOS
-  perl -e 'use POSIX; POSIX::setsid(); exec @ARGV or exit 127' "$@" <job.json 3<&- &
+  PATH=$job_path perl -e 'use POSIX; POSIX::setsid(); exec @ARGV or exit 127' "$@" <job.json 3<&- &
 fi
 job=$!
 
-# SIGTERM, and SIGKILL 5 s later, unless the job has ended and so has this.
+# Not `:`, whose failed redirection (a full disk, a folder that is gone) would end the shell.
+mark() {
+  true >"$1"
+}
+
 end_job() {
   kill -TERM "-$job"
-  sleep 5
+  sleep "$grace"
   kill -KILL "-$job"
 }
 
@@ -31,17 +42,18 @@ end_job() {
   while read -r seconds; do
     [ -z "$timer" ] || kill "$timer"
     (
-      trap 'kill "$nap"; exit' TERM # or its sleep would stay, one more at each renewal
+      nap=
+      trap '[ -z "$nap" ] || kill "$nap"; exit' TERM # or its sleep would stay, one more at each renewal
       sleep "$seconds" &
       nap=$!
-      wait "$nap"
+      wait "$nap" || exit
       trap - TERM
-      : >overdue
+      mark overdue
       end_job
     ) &
     timer=$!
   done
-  : >unwatched
+  mark unwatched
   end_job
 ) <&3 3<&- >/dev/null 2>&1 &
 exec 3<&-

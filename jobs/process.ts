@@ -11,7 +11,7 @@
  *
  * It runs under guard.sh, which ends it when this process cannot.
  */
-import { mkdir, readdir, rm, stat, writeFile } from "node:fs/promises";
+import { lstat, mkdir, readdir, rm, stat, writeFile } from "node:fs/promises";
 import { existsSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -27,12 +27,20 @@ const MAX_LINE_BYTES = 1_200_000;
 const STDERR_BYTES = 4096;
 /** How long its output is read on after its end: a child in a session of its own may hold it open. */
 const AFTERMATH_MS = 2000;
-/** Work folders; the number is the process id of their worker. */
-const FOLDER = /^siding-job-(\d+)-/;
+/** Where process ids are ours: another container may share the temporary folder, but not these. */
+const SPACE = readLink("/proc/self/ns/pid")?.replace(/\D/g, "") ?? "0";
+/** Work folders; the second number is the process id of their worker. */
+const FOLDER = /^siding-job-(\d+)-(\d+)-/;
 const DAY_MS = 86_400_000;
 
-/** Tells, now and at each renewal, how many seconds the job may still run. @returns to stop it */
-export type OnLease = (tell: (leftS: number) => void) => () => void;
+/** A job's lease, for its guard. */
+export interface Lease {
+  /** Seconds between SIGTERM and SIGKILL. */
+  graceS: number;
+  /** Has `tell` told, now and at each renewal, how many seconds the job may still run. @returns to stop it */
+  onRenewal: (tell: (leftS: number) => void) => () => void;
+}
+const forEver: Lease = { graceS: 5, onRenewal: () => () => {} };
 
 /** What the last line said. */
 type Verdict =
@@ -40,20 +48,28 @@ type Verdict =
   | { error: string; retry: boolean }
   | { retry_after_s: number };
 
+function readLink(path: string): string | undefined {
+  try {
+    return Deno.readLinkSync(path);
+  } catch {
+    return undefined; // not on Linux
+  }
+}
+
 /** @returns the result; throws what ended the job otherwise, or the signal's reason when stopped */
 export async function runProcess(
   kind: ProcessKind,
   payload: unknown,
   context: Context,
-  onLease: OnLease = () => () => {},
+  lease: Lease = forEver,
 ): Promise<unknown> {
-  const folder = await Deno.makeTempDir({ prefix: `siding-job-${Deno.pid}-` });
+  const folder = await Deno.makeTempDir({ prefix: `siding-job-${SPACE}-${Deno.pid}-` });
   try {
     const files = await fetchInputs(folder, context);
     const { id, kind: name, attempt, owner } = context.job;
     const input = { id, kind: name, attempt, owner, payload, files };
     await writeFile(join(folder, "job.json"), JSON.stringify(input));
-    const verdict = await converse(kind, folder, context, onLease);
+    const verdict = await converse(kind, folder, context, lease);
     if ("retry_after_s" in verdict) throw new Snooze(verdict.retry_after_s);
     if ("error" in verdict) {
       throw verdict.retry ? new Error(verdict.error) : new PermanentFailure(verdict.error);
@@ -61,7 +77,8 @@ export async function runProcess(
     await storeOutputs(join(folder, "out"), context);
     return verdict.result;
   } finally {
-    await rm(folder, { recursive: true, force: true });
+    // What cannot be removed (a folder that the job closed) is no reason to lose a result.
+    await rm(folder, { recursive: true, force: true }).catch(() => {});
   }
 }
 
@@ -71,9 +88,9 @@ export async function runProcess(
  */
 export async function sweepFolders(nowMs = Date.now()): Promise<void> {
   for (const name of await readdir(tmpdir()).catch(() => [])) {
-    const pid = FOLDER.exec(name)?.[1];
+    const [, space, pid] = FOLDER.exec(name) ?? [];
     const path = join(tmpdir(), name);
-    if (!pid || existsSync(`/proc/${pid}`)) continue;
+    if (space !== SPACE || existsSync(`/proc/${pid}`)) continue;
     const age = await stat(path).then((info) => nowMs - info.mtimeMs, () => 0);
     // Another worker may be at it too, or it may be another user's: no reason not to start.
     if (age > DAY_MS) await rm(path, { recursive: true, force: true }).catch(() => {});
@@ -96,6 +113,7 @@ async function fetchInputs(folder: string, context: Context) {
 
 /** Writes what the process left in `out/`, also in folders in it. Links are left alone: they may point anywhere. */
 async function storeOutputs(folder: string, context: Context): Promise<void> {
+  if (!await lstat(folder).then((info) => info.isDirectory(), () => false)) return;
   for await (const entry of Deno.readDir(folder)) {
     context.signal.throwIfAborted();
     const path = join(folder, entry.name);
@@ -113,12 +131,12 @@ async function converse(
   kind: ProcessKind,
   folder: string,
   context: Context,
-  onLease: OnLease,
+  lease: Lease,
 ): Promise<Verdict> {
   const { signal } = context;
   signal.throwIfAborted();
   const child = new Deno.Command("/bin/sh", {
-    args: [GUARD, ...kind.command],
+    args: [GUARD, String(lease.graceS), ...kind.command],
     cwd: folder,
     clearEnv: true,
     env: environment(kind.env),
@@ -130,7 +148,7 @@ async function converse(
   const guard = child.stdin.getWriter();
   // Closing its stdin is how the guard is told, by our wish or by our death.
   const stop = () => guard.close().catch(() => {});
-  const stopTelling = onLease((leftS) => {
+  const stopTelling = lease.onRenewal((leftS) => {
     guard.write(new TextEncoder().encode(`${Math.max(0, leftS)}\n`)).catch(() => {});
   });
   signal.addEventListener("abort", stop);

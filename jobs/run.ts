@@ -16,7 +16,7 @@ import {
   Uncertain,
 } from "./kind.ts";
 import { runPaid } from "./paid.ts";
-import { type OnLease, runProcess } from "./process.ts";
+import { type Lease, runProcess } from "./process.ts";
 
 const log = logger("worker");
 
@@ -36,8 +36,8 @@ export interface Runner {
   maxFileBytes: number;
   /** How often a job may be given back; see settle. */
   maxReleases?: number;
-  /** Tells how long the job's lease lasts; without it, for ever. */
-  onLease?: OnLease;
+  /** The job's lease; without it, it lasts for ever. */
+  lease?: Lease;
   /** Told each stage a job reaches. */
   report?: (stage?: string, progress?: number) => void;
 }
@@ -68,7 +68,7 @@ export async function run(runner: Runner, job: Job, stop: AbortSignal): Promise<
       throw new PermanentFailure(`its payload does not fit its kind: ${issues(parsed.error)}`);
     }
     const result = kind.runs === "process"
-      ? await runProcess(kind, parsed.data, context, runner.onLease)
+      ? await runProcess(kind, parsed.data, context, runner.lease)
       : kind.runs === "paid"
       ? await runPaid(kind, parsed.data, context, runner)
       : await runInline(kind, parsed.data, context);

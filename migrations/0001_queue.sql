@@ -573,7 +573,8 @@ $$;
 -- was lost. The others are no longer the worker's, which has lost them.
 create function siding.settle(worker uuid, outcomes jsonb, max_releases integer default 5)
 returns setof bigint language plpgsql
-set lock_timeout = '5s' as $$
+-- Short: a worker repeats it, with growing pauses, and has other outcomes to record meanwhile.
+set lock_timeout = '500ms' as $$
 declare
   settled bigint[];
   finished bigint[];

@@ -165,16 +165,18 @@ test("a process sees none of the worker's secrets in its environment", async (sq
 Deno.test("work folders that were left behind are swept after a day, those of live workers never", async () => {
   const dead = new Deno.Command("/bin/true").spawn();
   await dead.status;
-  const [mine, old] = [
-    await Deno.makeTempDir({ prefix: `siding-job-${Deno.pid}-` }),
-    await Deno.makeTempDir({ prefix: `siding-job-${dead.pid}-` }),
+  const space = Deno.readLinkSync("/proc/self/ns/pid").replace(/\D/g, "");
+  const [mine, old, elsewhere] = [
+    await Deno.makeTempDir({ prefix: `siding-job-${space}-${Deno.pid}-` }),
+    await Deno.makeTempDir({ prefix: `siding-job-${space}-${dead.pid}-` }),
+    await Deno.makeTempDir({ prefix: `siding-job-1${space}-${dead.pid}-` }),
   ];
   const there = (path: string) => Deno.stat(path).then(() => true, () => false);
   await sweepFolders();
   assertEquals([await there(mine), await there(old)], [true, true]);
   await sweepFolders(Date.now() + 86_400_000 + 60_000);
-  assertEquals([await there(mine), await there(old)], [true, false]);
-  await Deno.remove(mine);
+  assertEquals([await there(mine), await there(old), await there(elsewhere)], [true, false, true]);
+  for (const path of [mine, elsewhere]) await Deno.remove(path);
 });
 
 test("a process that misbehaves fails with a message that says how", async (sql) => {

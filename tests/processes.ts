@@ -46,7 +46,11 @@ export function startScript(
     return code;
   });
   const kill = (signal: Deno.Signal) => {
-    if (!over) child.kill(signal);
+    try {
+      if (!over) child.kill(signal);
+    } catch {
+      // It has ended, and its status is on its way.
+    }
   };
   return {
     pid: child.pid,

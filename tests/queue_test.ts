@@ -247,7 +247,9 @@ test("batches that take the same keys in opposite orders do not deadlock", async
   const keys = Array.from({ length: 50 }, (_, i) => `k${i}`);
   for (let round = 0; round < 20; round++) {
     const batch = (list: string[]) =>
-      queue.enqueue(sql, list.map((key) => ({ kind: "a", unique_key: `${round}-${key}` })));
+      sql.begin((tx) =>
+        queue.enqueue(tx, list.map((key) => ({ kind: "a", unique_key: `${round}-${key}` })))
+      );
     const [one, two] = await Promise.all([batch(keys), batch(keys.toReversed())]);
     assertEquals(new Set([...one, ...two].map((entry) => entry.id)).size, keys.length);
   }
