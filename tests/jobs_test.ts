@@ -195,6 +195,7 @@ test("a process that misbehaves fails with a message that says how", async (sql)
     "error-line": "the tape is broken",
     "closes-stdout": "timed out after 1 s",
     overtime: "timed out after 1 s",
+    vanishes: "timed out after 1 s",
     "no-such-program": "exited with code 127 without a result",
   };
   const names = Object.keys(expected) as (keyof typeof kinds)[];

@@ -167,6 +167,7 @@ export const kinds = {
     echo '{"stage": "stubborn"}'
     while :; do sleep 1; done`),
   overtime: shell(`exec sleep 600`, { timeoutS: 1 }),
+  vanishes: shell(`rm -rf "$PWD"; exec sleep 600`, { timeoutS: 1 }),
   exits: shell(`echo "first line" >&2; echo "no memory left" >&2; exit 137`),
   silent: shell(`exit 0`),
   chatty: shell(`echo hello`),
