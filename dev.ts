@@ -62,7 +62,7 @@ async function dev(url: string, count: number, signal: AbortSignal): Promise<num
   say("");
   await Promise.all(Array.from({ length: count }, async (_, index) => {
     while (!signal.aborted) {
-      const code = await runWorker(url, [], "inherit", signal);
+      const code = await runWorker(url, [], signal);
       if (signal.aborted) return;
       say(`worker ${index + 1} ended with exit code ${code}; it is started again`);
       await pause(RESTART_MS, signal);
@@ -79,7 +79,7 @@ async function demo(url: string, count: number, signal: AbortSignal): Promise<nu
   const stop = AbortSignal.any([signal, over.signal]);
   const sql = connect(url, { max: 2, name: "siding demo" });
   const workers = Array.from({ length: count }, async () => {
-    const code = await runWorker(url, flags, "inherit", stop);
+    const code = await runWorker(url, flags, stop);
     if (!stop.aborted) {
       say(`a worker ended with exit code ${code}`);
       over.abort();
@@ -105,7 +105,7 @@ async function workersReport(sql: Pool, count: number, signal: AbortSignal): Pro
 }
 
 async function migrate(url: string): Promise<void> {
-  const { success } = await script("migrate.ts", [], url, "inherit").status;
+  const { success } = await script("migrate.ts", [], url).status;
   if (!success) throw new Error("the migrations failed");
 }
 
@@ -113,11 +113,10 @@ async function migrate(url: string): Promise<void> {
 async function runWorker(
   url: string,
   flags: string[],
-  output: "inherit" | "null",
   signal: AbortSignal,
 ): Promise<number> {
   if (signal.aborted) return 0;
-  const child = script("worker.ts", flags, url, output);
+  const child = script("worker.ts", flags, url);
   let timer: ReturnType<typeof setTimeout> | undefined;
   const stop = () => {
     child.kill("SIGTERM");
@@ -135,14 +134,13 @@ function script(
   name: string,
   flags: string[],
   url: string,
-  output: "inherit" | "null",
 ): Deno.ChildProcess {
   return new Deno.Command(Deno.execPath(), {
     args: ["run", "-A", "--quiet", fileURLToPath(new URL(name, import.meta.url)), ...flags],
     env: { DATABASE_URL: url, SIDING_END_WITH_PARENT: "1" },
     stdin: "null",
-    stdout: output,
-    stderr: output,
+    stdout: "inherit",
+    stderr: "inherit",
     detached: true,
   }).spawn();
 }
