@@ -70,6 +70,8 @@ export interface Context {
   read: (file: FileInfo) => ReadableStream<Uint8Array>;
   /** Writes an output file; it is seen once the job is done. */
   write: (name: string, content: ReadableStream<Uint8Array>) => Promise<FileInfo>;
+  /** Throws unless the job is surely still this worker's: called just before what cannot be undone. */
+  assertMine: () => void;
 }
 
 export const process = <S extends z.ZodType>(
@@ -100,9 +102,17 @@ export class Snooze extends Error {
   }
 }
 
-/** The paid service refused the request before charging; the job fails or is tried again. */
+/**
+ * It is certain that nothing was charged: the paid service refused the request, or it never got
+ * that far. The job is tried again with the same key, unless the failure is `permanent`.
+ */
 export class NotSent extends Error {
   override name = "NotSent";
+  readonly permanent: boolean;
+  constructor(message: string, options: { permanent?: boolean } = {}) {
+    super(message);
+    this.permanent = options.permanent ?? false;
+  }
 }
 
 /** Why a job is stopped, as the reason of its AbortSignal. */

@@ -102,6 +102,7 @@ function contextOf(runner: Runner, job: Job, signal: AbortSignal, next: NewJob[]
     inputs: () => inputsOf(db, job.id),
     read: (file) => readFile(db, file),
     write: (name, content) => writeFile(db, name, content, runner.maxFileBytes, job),
+    assertMine: () => {},
   };
 }
 
@@ -159,7 +160,7 @@ function outcomeOf(error: unknown, job: Job, kind: Kind): Outcome | null {
   }
   if (error instanceof Uncertain) return { id, attempt, outcome: "review", error: error.message };
   const permanent = error instanceof PermanentFailure || error instanceof FileTooLarge ||
-    job.failures >= (kind.retries ?? 3);
+    (error instanceof NotSent && error.permanent) || job.failures >= (kind.retries ?? 3);
   return {
     id,
     attempt,
