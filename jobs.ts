@@ -4,7 +4,8 @@
  */
 import { fileURLToPath } from "node:url";
 import { z } from "zod";
-import { process } from "./jobs/kind.ts";
+import * as band from "./jobs/band.ts";
+import { paid, process } from "./jobs/kind.ts";
 import { typed } from "./jobs/typed.ts";
 
 export const kinds = {
@@ -23,6 +24,14 @@ export const kinds = {
       fileURLToPath(new URL("./jobs/transcribe.ts", import.meta.url)),
     ],
     timeoutS: 900,
+  }),
+  /** A recording to an arrangement for a band, by a service that charges: WAV in, ABC notation out. */
+  band: paid({
+    payload: z.strictObject({ title: z.string().max(200).optional() }),
+    submit: band.submit,
+    collect: band.collect,
+    lookup: band.lookup,
+    retries: 8, // three hours: what was paid for outlasts an outage of its service
   }),
 };
 

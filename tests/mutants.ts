@@ -171,6 +171,25 @@ const mutants: Mutant[] = [
   },
   {
     invariant: "I7",
+    what: "a connection that broke, taken for one that was never made",
+    file: "jobs/band.ts",
+    cut: ['cause.includes("client error (Connect)")', "cause"],
+    test: "band_test.ts",
+    filter: "waits in review, and is not sent again",
+  },
+  {
+    invariant: "I7",
+    what: "a status that proves a refusal, whoever it is from",
+    file: "jobs/band.ts",
+    cut: [
+      "Refusal = z.object({ error: z.string().min(1) })",
+      'Refusal = z.any().transform(() => ({ error: "no" }))',
+    ],
+    test: "band_test.ts",
+    filter: "only the service's own refusal",
+  },
+  {
+    invariant: "I7",
     what: "a request id that may be overwritten",
     file: "queue.ts",
     cut: [" and (request_id is null or request_id = ${requestId})", ""],

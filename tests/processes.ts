@@ -65,8 +65,12 @@ export function startScript(
 }
 
 /** Starts a worker on the tests' kinds, with {@linkcode hasty} times. */
-export const startWorker = (url: string, args: string[] = [], denoArgs: string[] = []) =>
-  startScript("worker.ts", [...hasty, ...args], { DATABASE_URL: url }, denoArgs);
+export const startWorker = (
+  url: string,
+  args: string[] = [],
+  denoArgs: string[] = [],
+  env: Record<string, string> = {},
+) => startScript("worker.ts", [...hasty, ...args], { DATABASE_URL: url, ...env }, denoArgs);
 
 /** Whether a process is there; one that has ended but was not waited for is not. */
 export function isAlive(pid: number): boolean {
