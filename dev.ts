@@ -6,6 +6,7 @@
  *     deno task dev      # the same stack, kept running; its data stay in .siding/
  *
  * dev takes the Postgres of DATABASE_URL, if that is set, instead of starting one; demo never does.
+ * It starts the example's paid service too, unless SIDING_BAND_URL names one.
  * SIGINT (Ctrl-C) and SIGTERM stop the workers, which give their jobs back, and then Postgres.
  *
  * Exit codes: 0 done, demo: all jobs as expected; 1 failure, or a job that was not; 2 usage;
@@ -14,6 +15,7 @@
 import { fileURLToPath } from "node:url";
 import * as config from "./config.ts";
 import { connect, pause, type Pool, schema } from "./db.ts";
+import { startBandService } from "./dev/band_service.ts";
 import { runDemo } from "./dev/demo.ts";
 import { startPostgres } from "./dev/postgres.ts";
 
@@ -55,10 +57,16 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
 
 /** Keeps the workers running until the signal. */
 async function dev(url: string, count: number, signal: AbortSignal): Promise<number> {
+  await using band = Deno.env.get("SIDING_BAND_URL") ? null : await startBandService();
+  if (band) {
+    Deno.env.set("SIDING_BAND_URL", band.url); // the workers inherit it
+    say(`a service that charges, for the kind band, is at ${band.url}`);
+  }
   say(`${count} workers run. Ctrl-C stops them. In another terminal:`);
   say("");
   say(`    export DATABASE_URL='${url}'`);
   say("    deno task enqueue transcribe --file examples/01-up-the-stairs.wav --wait");
+  say("    deno task enqueue band --file examples/01-up-the-stairs.wav --wait");
   say("");
   await Promise.all(Array.from({ length: count }, async (_, index) => {
     while (!signal.aborted) {
