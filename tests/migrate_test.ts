@@ -127,6 +127,34 @@ test(
   },
 );
 
+test("a connection that claims in turns goes on claiming through every migration", async (url) => {
+  const all = migrations();
+  const live = connect(url, { max: 1 }); // a worker's of before, whose plans are made
+  const s = live(schema);
+  const worker = crypto.randomUUID();
+  try {
+    for (let applied = 1; applied <= all.length; applied++) {
+      await migrate(url, () => {}, all.slice(0, applied));
+      for (const claim of ["lock", "repeatable_read"]) {
+        await live`insert into ${s}.queues (name, claim) values (${claim}, ${claim})
+          on conflict do nothing`;
+        await live`insert into ${s}.jobs (queue, kind, payload, status)
+          values (${claim}, 'a', '{}', 'queued')`;
+        const level = claim === "lock" ? "read committed" : "repeatable read";
+        const jobs = await live.begin(
+          `isolation level ${level}`,
+          (tx) =>
+            tx`select id, attempt from ${s}.${tx(`claim_${claim}`)}
+            (${claim}, '{a}', 1, ${worker}, ${worker}, 60)`,
+        );
+        assertEquals(jobs.length, 1, `${claim} after migration ${applied}`);
+      }
+    }
+  } finally {
+    await live.end();
+  }
+});
+
 test("a database without tables is told by what to do", async (url, sql) => {
   await assertRejects(() => checkSchema(sql), SchemaMismatch, "run `deno task migrate` first");
   const { code, err } = await run("worker.ts", [], { DATABASE_URL: url });
