@@ -25,6 +25,8 @@ export interface Job {
   queue: string;
   kind: string;
   owner: string | null;
+  /** Credits, see credits.ts; null: none. */
+  price: string | null;
   payload: unknown;
   priority: number;
   /** 1 at the first claim; rises at each, and is never reset. */
@@ -56,6 +58,8 @@ export interface NewJob {
   unique_key?: string;
   /** Ids of input files, in the order in which the job gets them. */
   files?: string[];
+  /** Credits that it costs its owner, reserved at once and captured when it is done: see credits.ts. */
+  price?: number;
 }
 
 export interface Enqueued {
@@ -64,7 +68,10 @@ export interface Enqueued {
   created: boolean;
 }
 
-/** The enqueue was refused. `code`: SD404 no such queue, SD410 no such file, SD422 malformed, SD429 over a limit. */
+/**
+ * The enqueue was refused. `code`: SD402 too few credits, SD404 no such queue, SD410 no such file,
+ * SD422 malformed, SD429 over a limit.
+ */
 export class EnqueueError extends Error {
   override name = "EnqueueError";
   constructor(message: string, readonly code: string) {
@@ -90,14 +97,17 @@ const names = (list: readonly string[]) => `{${list.map((name) => `"${name}"`).j
  * commit or vanish. All or none.
  *
  * @returns one entry a job, in the order given
- * @throws EnqueueError when a queue or file is missing, a value malformed, or a limit reached
+ * @throws EnqueueError when a queue, file or credits are missing, a value malformed, or a limit reached
  */
 export async function enqueue(sql: Sql, jobs: readonly NewJob[]): Promise<Enqueued[]> {
   const complete = jobs.map((job, index) => {
-    const { delay_s, due_at } = job;
-    // JSON would make these null, and the job due at once.
+    const { delay_s, due_at, price } = job;
+    // JSON would make these null, and the job due at once, or free.
     if (typeof delay_s === "number" && !Number.isFinite(delay_s)) {
       throw new EnqueueError(`job ${index + 1}: delay_s is ${delay_s}`, "SD422");
+    }
+    if (typeof price === "number" && !Number.isFinite(price)) {
+      throw new EnqueueError(`job ${index + 1}: price is ${price}`, "SD422");
     }
     if (due_at instanceof Date && Number.isNaN(due_at.getTime())) {
       throw new EnqueueError(`job ${index + 1}: due_at is not an instant`, "SD422");
@@ -198,8 +208,8 @@ export async function claim(sql: Pool, ready: Ready, options: ClaimOptions): Pro
     select ${sql.unsafe(claimedColumns)} from taken j order by j.priority desc, j.due_at, j.id`);
 }
 
-const claimedColumns = `j.id::text, j.queue, j.kind, j.owner, j.payload, j.priority, j.attempt,
-  j.failures, j.crashes, j.releases, j.snoozes, j.request_key, j.request_id,
+const claimedColumns = `j.id::text, j.queue, j.kind, j.owner, j.price::text, j.payload, j.priority,
+  j.attempt, j.failures, j.crashes, j.releases, j.snoozes, j.request_key, j.request_id,
   (extract(epoch from j.claimed_at - j.due_at) * 1000)::float8 as wait_ms`;
 
 /**
@@ -369,8 +379,8 @@ export interface JobView extends Omit<Job, "wait_ms" | "request_key" | "request_
 /** Reads jobs by id; those that are not there are left out. */
 export async function get(sql: Sql, ids: readonly string[]): Promise<JobView[]> {
   return await list(sql<JobView[]>`
-    select id::text, queue, kind, owner, payload, priority, attempt, failures, crashes, releases,
-      snoozes, status, stage, progress, result, error, created_at, due_at, claimed_at, finished_at
+    select id::text, queue, kind, owner, price::text, payload, priority, attempt, failures, crashes,
+      releases, snoozes, status, stage, progress, result, error, created_at, due_at, claimed_at, finished_at
     from ${s(sql)}.jobs j where j.id = any(${names(ids)}::bigint[]) order by j.id`);
 }
 
