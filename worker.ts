@@ -18,6 +18,7 @@
  */
 import { hostname } from "node:os";
 import * as config from "./config.ts";
+import { fold } from "./credits.ts";
 import { checkSchema, codeOf, Database, describe, isDisconnect, patient, pause } from "./db.ts";
 import { type Kinds, loadKinds, Stop } from "./jobs/kind.ts";
 import { sweepFolders } from "./jobs/process.ts";
@@ -225,7 +226,7 @@ function start(worker: Worker, job: queue.Job, sentAtMs: number): void {
   });
 }
 
-/** Takes back what silent workers left; the leader also removes what is no longer needed. */
+/** Takes back what silent workers left, folds credits; the leader removes what is no longer needed. */
 async function tidy(worker: Worker): Promise<number> {
   const { settings, db, leases } = worker;
   if (!leases.inTouch()) return Math.min(settings.recoverMs, settings.heartbeatMs);
@@ -244,6 +245,8 @@ async function tidy(worker: Worker): Promise<number> {
       if (gone.jobs < SWEEP && gone.files < SWEEP) break;
     }
   }
+  // Balances are right without it: the rest, or what a locked account has, can wait for the next pass.
+  for (let i = 0; i < MAX_SWEEPS && await db.run((sql) => fold(sql, SWEEP)) === SWEEP; i++);
   return settings.recoverMs;
 }
 

@@ -1,6 +1,7 @@
 /** `deno task enqueue`, and a worker that transcribes what it was given. */
 import { assert, assertEquals, assertStringIncludes } from "@std/assert";
 import { fileURLToPath } from "node:url";
+import { deposit } from "../credits.ts";
 import { connect } from "../db.ts";
 import { melodies } from "../examples/make.ts";
 import * as queue from "../queue.ts";
@@ -23,9 +24,10 @@ Deno.test("enqueue prints the id, and the job is as its flags say", async () => 
   const sql = connect(database.url, { max: 1 });
   try {
     await queue.setQueue(sql, "slow");
+    await deposit(sql, "ada", 10);
     const args = [
       ...["transcribe", "--payload", '{"title": "Song"}', "--owner", "ada", "--queue", "slow"],
-      ...["--priority", "-3", "--at", "2099-01-01T00:00:00Z", "--key", "k"],
+      ...["--priority", "-3", "--at", "2099-01-01T00:00:00Z", "--key", "k", "--price", "8"],
     ];
     const first = await run(database.url, ...args);
     assertEquals([first.code, first.out], [0, "1\n"]);
@@ -34,6 +36,7 @@ Deno.test("enqueue prints the id, and the job is as its flags say", async () => 
       ...["transcribe", { title: "Song" }, "ada", "slow", -3, "scheduled"],
     ]);
     assertEquals(job.due_at.toISOString(), "2099-01-01T00:00:00.000Z");
+    assertEquals(job.price, "8");
     const again = await run(database.url, ...args, "--json");
     assertEquals(JSON.parse(again.out), { id: "1", created: false });
   } finally {
@@ -52,6 +55,9 @@ Deno.test("enqueue refuses what cannot be, names it, and enqueues nothing", asyn
     [["transcribe", "--payload", "{"], 2, "--payload is not JSON"],
     [["transcribe", "--at", "noon"], 2, '--at is "noon": it must be an instant'],
     [["transcribe", "--priority", "high"], 2, '--priority is "high": it must be a whole number'],
+    [["transcribe", "--price", "0"], 2, '--price is "0": it must be a whole number from 1 to'],
+    [["transcribe", "--price", "8"], 1, "price is 8 and owner is missing"],
+    [["transcribe", "--price", "8", "--owner", "bob"], 1, 'owner "bob" has no account'],
     [["transcribe", "--file", "/no/such/file"], 2, "--file /no/such/file"],
     [["transcribe", "--file", path("tests")], 2, "it is not a file"],
     [["transcribe", "--file", path("deno.json"), "--max-file-bytes", "10"], 1, "the limit is 10"],

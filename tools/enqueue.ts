@@ -39,6 +39,15 @@ const spec = {
   priority: config.flag(config.int(0, -1_000_000, 1_000_000, "larger is sooner")),
   at: config.flag(config.text("not before this instant, such as 2026-12-01T08:00:00Z")),
   key: config.flag(config.text("an unfinished job of the kind with this key is returned instead")),
+  price: config.flag({
+    ...config.int(
+      0,
+      1,
+      Number.MAX_SAFE_INTEGER,
+      "credits that it costs its owner; free if not given",
+    ),
+    fallback: undefined,
+  } as config.Setting<number | undefined>),
   wait: config.flag(config.yes("follow it to the end, and write its output files")),
   out: config.flag(config.text("the folder for them; job-ID if not given")),
   json: config.flag(config.yes("print one JSON object instead of text")),
@@ -108,6 +117,7 @@ function jobOf(settings: Settings): NewJob {
     priority: settings.priority,
     due_at: due,
     unique_key: settings.key,
+    price: settings.price,
   };
 }
 
