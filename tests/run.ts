@@ -20,6 +20,7 @@ const JOBS = 2;
 /** Tests of what a server of another version could do differently: these run on every server. */
 const SERVER_DEPENDENT = [
   "claim_test.ts",
+  "credits_test.ts",
   "files_test.ts",
   "migrate_test.ts",
   "queue_test.ts",
