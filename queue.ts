@@ -35,6 +35,8 @@ export interface Job {
   crashes: number;
   releases: number;
   snoozes: number;
+  /** Nothing else may run beside it: see siding.recover. */
+  alone: boolean;
   /** Paid work: the key of its request, and the request's id once it is known. */
   request_key: string | null;
   request_id: string | null;
@@ -69,14 +71,22 @@ export interface Enqueued {
 }
 
 /**
- * The enqueue was refused. `code`: SD402 too few credits, SD404 no such queue, SD410 no such file,
- * SD422 malformed, SD429 over a limit.
+ * What was asked for cannot be done. `code`: SD404 there is no such job, SD409 it is in no state for
+ * it, which the message names, SD422 a value is malformed.
  */
-export class EnqueueError extends Error {
-  override name = "EnqueueError";
+export class Refused extends Error {
+  override name = "Refused";
   constructor(message: string, readonly code: string) {
     super(message);
   }
+}
+
+/**
+ * The enqueue was refused. `code`: SD402 too few credits, SD404 no such queue, SD410 no such file,
+ * SD422 malformed, SD429 over a limit.
+ */
+export class EnqueueError extends Refused {
+  override name = "EnqueueError";
 }
 
 /** A job of a claim, as the worker's later writes name it. */
@@ -88,9 +98,9 @@ export interface Claimed {
 const s = (sql: Sql) => sql(schema);
 const json = (value: unknown) => JSON.stringify(value);
 /** A plain array: the driver's carries the statement and more. */
-const list = async <T>(rows: PromiseLike<T[]>): Promise<T[]> => Array.from(await rows);
+export const list = async <T>(rows: PromiseLike<T[]>): Promise<T[]> => Array.from(await rows);
 /** A list of names or ids as Postgres writes it; they hold no quotes. Quoted, since null is a name too. */
-const names = (list: readonly string[]) => `{${list.map((name) => `"${name}"`).join(",")}}`;
+export const names = (list: readonly string[]) => `{${list.map((name) => `"${name}"`).join(",")}}`;
 
 /**
  * Enqueues jobs in one statement, on a pool or in the caller's transaction, with which they then
@@ -135,6 +145,8 @@ export async function enqueue(sql: Sql, jobs: readonly NewJob[]): Promise<Enqueu
 export interface Ready {
   queue: string;
   claim: "skip_locked" | "lock" | "repeatable_read";
+  /** Its next job is for a worker that runs nothing else: see siding.recover. */
+  alone?: boolean;
 }
 
 /**
@@ -166,6 +178,8 @@ export interface ClaimOptions {
   /** Jobs at the most. */
   most: number;
   leaseS: number;
+  /** Whether the worker runs nothing, and so may have a job that is to run alone; by default it is. */
+  idle?: boolean;
   /** A fresh uuid: should the reply get lost, the jobs it took can be told by it. */
   token: string;
 }
@@ -175,41 +189,47 @@ export interface ClaimOptions {
  * the look makes a claim come back empty: a limit is never passed by a worker that did not know it.
  */
 export async function claim(sql: Pool, ready: Ready, options: ClaimOptions): Promise<Job[]> {
-  const { worker, kinds, most, leaseS, token } = options;
+  const { worker, kinds, most, leaseS, token, idle = true } = options;
   if (ready.claim === "repeatable_read") {
     return await claimRepeatableRead(sql, ready.queue, options);
   }
   if (ready.claim === "lock") {
     return await list(sql<Job[]>`
       select ${sql.unsafe(claimedColumns)} from ${s(sql)}.claim_lock(${ready.queue},
-        ${names(kinds)}::text[], ${most}, ${worker}, ${token}, ${leaseS}) j
+        ${names(kinds)}::text[], ${most}, ${worker}, ${token}, ${leaseS}, ${idle}) j
       order by j.priority desc, j.due_at, j.id`);
   }
   // Materialized: joined as a plain subquery it may run again for other rows, and lock and take
   // more than `most`. Skip locked: workers pass over each other's rows instead of queueing for the
-  // same one. The status is a literal, so that the partial index serves, in its order.
+  // same one. The status is a literal, so that the partial index serves, in its order. A job that
+  // is to run alone is taken by itself.
   return await list(sql<Job[]>`
     with next as materialized (
-      select id from ${s(sql)}.jobs
+      select id, alone from ${s(sql)}.jobs
       where queue = ${ready.queue} and status = 'queued' and kind = any(${names(kinds)}::text[])
+        and (${idle} or not alone)
         and exists (select from ${s(sql)}.queues
                     where name = ${ready.queue} and claim = 'skip_locked' and not paused)
       order by priority desc, due_at, id
       limit ${most}
       for update skip locked
     ),
+    first as (select id, alone from next limit 1),
     taken as (
       update ${s(sql)}.jobs j set status = 'running', worker_id = ${worker}, claim_token = ${token},
         attempt = j.attempt + 1, claimed_at = now(),
         lease_until = now() + ${leaseS} * interval '1 second', stage = null, progress = null
-      from next where j.id = next.id
+      from next, first
+      where j.id = next.id
+        and case when first.alone then next.id = first.id else not next.alone end
       returning j.*
     )
     select ${sql.unsafe(claimedColumns)} from taken j order by j.priority desc, j.due_at, j.id`);
 }
 
-const claimedColumns = `j.id::text, j.queue, j.kind, j.owner, j.price::text, j.payload, j.priority,
-  j.attempt, j.failures, j.crashes, j.releases, j.snoozes, j.request_key, j.request_id,
+/** What a worker gets of a job. */
+export const claimedColumns = `j.id::text, j.queue, j.kind, j.owner, j.price::text, j.payload,
+  j.priority, j.attempt, j.failures, j.crashes, j.releases, j.snoozes, j.alone, j.request_key, j.request_id,
   (extract(epoch from j.claimed_at - j.due_at) * 1000)::float8 as wait_ms`;
 
 /**
@@ -226,7 +246,7 @@ async function claimRepeatableRead(sql: Pool, queue: string, o: ClaimOptions): P
         `set transaction isolation level repeatable read;
          select ${claimedColumns} from "${schema}".claim_repeatable_read(${
           args.join(", ")
-        }, ${o.leaseS}) j
+        }, ${o.leaseS}, ${o.idle ?? true}) j
          order by j.priority desc, j.due_at, j.id`,
       ).simple();
       return Array.from((results as unknown as [unknown, Job[]])[1]);
@@ -305,6 +325,7 @@ export interface Pulse {
  * Renews the worker's row and the leases of all its jobs, with the stage each has reached.
  *
  * @param silentS seconds after which a process that was not seen is no leader
+ * @param stalledS how long ago the worker last got around to looking for jobs
  */
 export async function heartbeat(
   sql: Sql,
@@ -312,11 +333,12 @@ export async function heartbeat(
   jobs: readonly (Claimed & { stage: string | null; progress: number | null })[],
   leaseS: number,
   silentS: number,
+  stalledS = 0,
 ): Promise<Pulse> {
   const [pulse] = await sql<Pulse[]>`
     select * from ${s(sql)}.heartbeat(${worker}, ${
     json(jobs)
-  }::text::jsonb, ${leaseS}, ${silentS})`;
+  }::text::jsonb, ${leaseS}, ${silentS}, ${stalledS})`;
   return pulse;
 }
 
@@ -329,15 +351,33 @@ export async function cancellations(sql: Sql, worker: string): Promise<string[]>
 }
 
 /**
- * Cancels a job: at once when it waits, else by asking its worker. Work that was sent to a paid
- * service stays as it is, since its outcome is not known.
+ * Cancels a job: at once when it waits, else by asking its worker.
  *
  * @returns the state it is in after, or null when there is no such job
+ * @throws Refused when it was sent to a paid service and what came of that is not known yet
  */
 export async function cancel(sql: Sql, id: string): Promise<Status | null> {
-  const [row] = await sql<{ status: Status | null }[]>`
-    select ${s(sql)}.cancel(${id}) as status`;
+  const [row] = await refusing(sql<{ status: Status | null }[]>`
+    select ${s(sql)}.cancel(${id}) as status`);
   return row.status;
+}
+
+/** A statement whose refusal (SQLSTATE SD…) is to be a {@linkcode Refused}. */
+export async function refusing<T>(statement: PromiseLike<T>): Promise<T> {
+  try {
+    return await statement;
+  } catch (error) {
+    const code = codeOf(error);
+    throw /^SD/.test(code) ? new Refused((error as Error).message, code) : error;
+  }
+}
+
+/** How many running jobs have a lease that ran out. */
+export async function expired(sql: Sql): Promise<number> {
+  const [row] = await sql`
+    select count(*)::integer as n from ${s(sql)}.jobs
+    where status = 'running' and lease_until < now()`;
+  return row.n;
 }
 
 export type Recovered = Pick<JobView, "id" | "kind" | "status">;
@@ -374,13 +414,16 @@ export interface JobView extends Omit<Job, "wait_ms" | "request_key" | "request_
   due_at: Date;
   claimed_at: Date | null;
   finished_at: Date | null;
+  /** The job that this one, which failed, was tried again as. */
+  retried_as: string | null;
 }
 
 /** Reads jobs by id; those that are not there are left out. */
 export async function get(sql: Sql, ids: readonly string[]): Promise<JobView[]> {
   return await list(sql<JobView[]>`
     select id::text, queue, kind, owner, price::text, payload, priority, attempt, failures, crashes,
-      releases, snoozes, status, stage, progress, result, error, created_at, due_at, claimed_at, finished_at
+      releases, snoozes, alone, status, stage, progress, result, error, created_at, due_at,
+      claimed_at, finished_at, retried_as::text
     from ${s(sql)}.jobs j where j.id = any(${names(ids)}::bigint[]) order by j.id`);
 }
 
@@ -392,34 +435,32 @@ export async function sweep(sql: Sql, retentionS: number, fileGraceS: number, mo
   return counts;
 }
 
-/**
- * Stores, before a paid request is sent, that it will be (I7).
- *
- * @returns the request's key, one for the job's life; null: the job is somebody else's by now, or
- * its lease is about to end
- */
-export async function intend(sql: Sql, worker: string, job: Claimed): Promise<string | null> {
-  const [row] = await sql<{ key: string }[]>`
-    update ${s(sql)}.jobs set sent_at = now(),
-      request_key = coalesce(request_key, gen_random_uuid())
-    where id = ${job.id} and attempt = ${job.attempt} and worker_id = ${worker}
-      and status = 'running' and lease_until > now() and cancel_requested_at is null
-    returning request_key as key`;
-  return row?.key ?? null;
+/** What {@linkcode intend} found: `left_s`: for how long the job is surely the worker's. */
+export interface Intent {
+  /** One for the job's life; null: it is to be cancelled, or its lease has run out. */
+  key: string | null;
+  /** The request's id, if it has come meanwhile. */
+  request_id: string | null;
+  left_s: number;
+  cancel: boolean;
+}
+
+/** Stores, before a paid request is sent, that it will be (I7). Null: it is somebody else's job. */
+export async function intend(sql: Sql, worker: string, job: Claimed): Promise<Intent | null> {
+  const [intent] = await sql<Intent[]>`
+    select * from ${s(sql)}.intend(${worker}, ${job.id}, ${job.attempt})`;
+  return intent ?? null;
 }
 
 /**
  * Stores a paid request's id, by its key and whoever has the job by now: the one write that is not
  * fenced, from null to an id only. A job that waits in review for it goes back in line, to resume.
+ *
+ * @returns false when there is no request with this key, or it has another id
  */
 export async function saveRequest(sql: Sql, key: string, requestId: string): Promise<boolean> {
-  const rows = await sql`
-    update ${s(sql)}.jobs set request_id = ${requestId},
-      status = case when status = 'review' then 'queued' else status end
-    where request_key = ${key} and (request_id is null or request_id = ${requestId})
-      and sent_at is not null
-    returning id`;
-  return rows.length > 0;
+  const [{ saved }] = await sql`select ${s(sql)}.save_request(${key}, ${requestId}) as saved`;
+  return saved;
 }
 
 /** What a process says of itself; see the table processes. */
@@ -432,6 +473,8 @@ export interface Registration {
   queues?: readonly string[] | null;
   kinds?: readonly string[];
   knownKinds?: readonly string[];
+  /** Those of its kinds whose jobs end with it, since they run in its own process. */
+  inlineKinds?: readonly string[];
   concurrency?: number;
 }
 
@@ -440,10 +483,11 @@ export async function register(sql: Sql, it: Registration): Promise<string> {
   const bootId = crypto.randomUUID();
   await sql`
     insert into ${s(sql)}.processes
-      (boot_id, role, pool, name, version, queues, kinds, known_kinds, concurrency)
+      (boot_id, role, pool, name, version, queues, kinds, known_kinds, inline_kinds, concurrency)
     values (${bootId}, ${it.role}, ${it.pool ?? "default"}, ${it.name}, ${it.version},
       ${it.queues ? names(it.queues) : null}::text[], ${names(it.kinds ?? [])}::text[],
-      ${names(it.knownKinds ?? [])}::text[], ${it.concurrency ?? 1})`;
+      ${names(it.knownKinds ?? [])}::text[], ${names(it.inlineKinds ?? [])}::text[],
+      ${it.concurrency ?? 1})`;
   return bootId;
 }
 
