@@ -48,7 +48,7 @@ export interface PaidKind<S extends z.ZodType = z.ZodType> extends Common<S> {
   /** Waits for the outcome of a request that was sent. Called again, by another worker, after an interruption. */
   collect: (requestId: string, context: Context) => unknown;
   /** The id of the request that the service has under this key; null when it surely has none. */
-  lookup?: (key: string, context: Context) => Promise<string | null>;
+  lookup?: (key: string, context: Pick<Context, "job" | "signal">) => Promise<string | null>;
 }
 
 /** Any kind. */
@@ -64,14 +64,17 @@ export interface Context {
   signal: AbortSignal;
   /** Says how far it is: shown to people, and kept with the next heartbeat. `progress` from 0 to 1. */
   report: (stage?: string, progress?: number) => void;
+  /**
+   * Throws unless the job is surely still this worker's: to be called just before what cannot be
+   * undone, such as sending a paid request.
+   */
+  assertMine: () => void;
   /** Enqueues a job when, and only when, this one finishes, in the same statement. */
   next: (job: NewJob) => void;
   inputs: () => Promise<FileInfo[]>;
   read: (file: FileInfo) => ReadableStream<Uint8Array>;
   /** Writes an output file; it is seen once the job is done. */
   write: (name: string, content: ReadableStream<Uint8Array>) => Promise<FileInfo>;
-  /** Throws unless the job is surely still this worker's: called just before what cannot be undone. */
-  assertMine: () => void;
 }
 
 export const process = <S extends z.ZodType>(
@@ -120,6 +123,33 @@ export class Stop extends Error {
   override name = "Stop";
   constructor(readonly why: "cancelled" | "lost" | "released" | "timed out", message: string) {
     super(message);
+  }
+}
+
+/** How long a function that was told to stop may take to heed that. */
+export const ABANDON_MS = 5000;
+
+/**
+ * What `work` comes to; or, once `signal` was aborted for `graceMs`, the reason of that: a function
+ * that does not heed its signal is left behind.
+ */
+export async function unlessAbandoned<T>(
+  work: Promise<T>,
+  signal: AbortSignal,
+  graceMs: number,
+): Promise<T> {
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  let onAbort = () => {};
+  const abandoned = new Promise<never>((_, reject) => {
+    onAbort = () => timer = setTimeout(() => reject(signal.reason), graceMs);
+    if (signal.aborted) onAbort();
+    else signal.addEventListener("abort", onAbort);
+  });
+  try {
+    return await Promise.race([work, abandoned]);
+  } finally {
+    signal.removeEventListener("abort", onAbort);
+    clearTimeout(timer);
   }
 }
 

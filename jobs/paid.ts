@@ -1,19 +1,48 @@
 /**
  * Runs a paid job: the intent is stored before the request is sent, its id after, so that a job is
  * sent at most once, whoever dies in between (I7).
+ *
+ * What is left to the service: a process that is frozen between the last look at its clocks and the
+ * kernel's sending may send late; and a database that fails over may lose the intent. Both send with
+ * the job's one key, by which the service is to know that it has the request already.
  */
+import { logger } from "../config.ts";
 import { describe, patient, type Via } from "../db.ts";
-import { intend, saveRequest } from "../queue.ts";
-import { type Context, NotSent, type PaidKind, Stop, Uncertain } from "./kind.ts";
+import { noteLookUp, toLookUp } from "../desk.ts";
+import { clocks, sinceMs } from "../lease.ts";
+import { intend, type Job, saveRequest } from "../queue.ts";
+import {
+  ABANDON_MS,
+  type Context,
+  type Kinds,
+  NotSent,
+  type PaidKind,
+  Stop,
+  Uncertain,
+  unlessAbandoned,
+} from "./kind.ts";
+
+const log = logger("worker");
 
 /** How long an id that reached this process is tried to be stored, whatever becomes of the job. */
 const SAVE_MS = 3_600_000;
 const NEVER = new AbortController().signal;
+/** How long the service may take to say whether it has a request. */
+const LOOK_UP_MS = 5000;
+/** How often the database is asked again because a clock jumped before the request was sent. */
+const MAX_ASKS = 3;
 
 /** Where a paid job's statements go, and whose job it is. */
 interface Payer {
   db: Via;
   worker: string;
+}
+
+/** Too long ago, by one clock or the other, the database said that the job is ours. Nothing was sent. */
+class Doubt extends NotSent {
+  constructor() {
+    super("this worker was stopped or its clock moved, each time before the request was sent");
+  }
 }
 
 /** @returns the result @throws Uncertain when the request may have been sent without our knowing */
@@ -27,9 +56,11 @@ export async function runPaid(
   const requestId = job.request_id ?? await send(kind, payload, context, runner);
   context.report("collect");
   signal.throwIfAborted();
-  return await kind.collect(requestId, context);
+  const collecting = Promise.resolve().then(() => kind.collect(requestId, context));
+  return await unlessAbandoned(collecting, signal, ABANDON_MS);
 }
 
+/** @returns the request's id, stored */
 async function send(
   kind: PaidKind,
   payload: unknown,
@@ -38,21 +69,83 @@ async function send(
 ): Promise<string> {
   const { job, signal } = context;
   context.report("submit");
-  // Repeated after a lost reply it stores the same key again.
-  const key = await patient(runner.db, signal).run((sql) => intend(sql, runner.worker, job));
-  if (key === null) throw new Stop("lost", "the job was given away before its request was sent");
-  let requestId: string | null;
-  try {
-    requestId = await kind.submit(payload, key, context);
-  } catch (error) {
-    if (error instanceof NotSent) throw error;
-    requestId = await kind.lookup?.(key, context).catch(() => null) ?? null;
-    if (requestId === null) {
-      throw new Uncertain(`it is not known whether the request was sent: ${describe(error)}`);
+  for (let round = 1;; round++) {
+    const asked = clocks();
+    // Repeated after a lost reply it stores the same key again.
+    const intent = await patient(runner.db, signal).run((sql) => intend(sql, runner.worker, job));
+    if (!intent) throw new Stop("lost", "somebody else has it");
+    if (intent.request_id) return intent.request_id; // it came late, from whoever sent it
+    if (intent.cancel) throw new Stop("cancelled", "cancelled");
+    const { key, left_s } = intent;
+    if (!key) throw new Stop("released", "its lease ran out before its request was sent");
+    const assertMine = () => {
+      if (sinceMs(asked) > left_s * 900) throw new Doubt(); // a tenth is left for the sending
+    };
+    try {
+      return await submit(kind, payload, key, { ...context, assertMine }, runner);
+    } catch (error) {
+      if (!(error instanceof Doubt) || round === MAX_ASKS) throw error;
     }
   }
-  // Whoever has the job by now: an id that reached us is worth money.
-  const id = requestId;
-  await patient(runner.db, NEVER, SAVE_MS).run((sql) => saveRequest(sql, key, id));
-  return id;
+}
+
+/** Sends the request, and stores its id, whoever has the job by then: it is worth money. */
+async function submit(
+  kind: PaidKind,
+  payload: unknown,
+  key: string,
+  context: Context,
+  { db }: Payer,
+): Promise<string> {
+  const { job, signal } = context;
+  const save = async (requestId: string) => {
+    log.debug("job {job}: its request {key} is {requestId}", { job: job.id, key, requestId });
+    if (!await patient(db, NEVER, SAVE_MS).run((sql) => saveRequest(sql, key, requestId))) {
+      const facts = { job: job.id, key, requestId };
+      log.error("job {job}: its request {key} has another id already, not {requestId}", facts);
+    }
+    return requestId;
+  };
+  context.assertMine();
+  const submitted = Promise.resolve().then(() => kind.submit(payload, key, context)).then(save);
+  try {
+    return await unlessAbandoned(submitted, signal, ABANDON_MS);
+  } catch (error) {
+    if (error instanceof NotSent) throw error;
+    submitted.catch(() => {}); // it may still come, and be saved
+    const found = await lookUp(kind, key, job).catch(() => null);
+    if (found !== null) return await save(found);
+    throw new Uncertain(`it is not known whether the request was sent: ${describe(error)}`);
+  }
+}
+
+const lookUp = async (kind: PaidKind, key: string, job: Job): Promise<string | null> =>
+  await kind.lookup?.(key, { job, signal: AbortSignal.timeout(LOOK_UP_MS) }) ?? null;
+
+/**
+ * Asks the services for the requests of jobs in review, each at most every `everyS` seconds: those
+ * that have one go on. That a service has none yet is no proof that it will not: somebody frozen may
+ * be about to send it. So the others stay, with what the service said, for a person.
+ *
+ * @returns the ids of the jobs that go on
+ */
+export async function lookUpReviews(db: Via, kinds: Kinds, everyS: number): Promise<string[]> {
+  const able = Object.entries(kinds).flatMap(([name, kind]) =>
+    kind.runs === "paid" && kind.lookup ? [name] : []
+  );
+  if (able.length === 0) return [];
+  const found: string[] = [];
+  const jobs = await db.run((sql) => toLookUp(sql, able, everyS));
+  await Promise.all(jobs.map(async (job) => {
+    const key = job.request_key!;
+    const kind = kinds[job.kind] as PaidKind;
+    const answer = unlessAbandoned(lookUp(kind, key, job), AbortSignal.timeout(LOOK_UP_MS), 1000);
+    const { id, said } = await answer.then(
+      (id) => ({ id, said: id === null ? "the service has none under its key" : "found" }),
+      (error) => ({ id: null, said: describe(error) }),
+    );
+    if (id !== null && await db.run((sql) => saveRequest(sql, key, id))) found.push(job.id);
+    await db.run((sql) => noteLookUp(sql, key, said));
+  }));
+  return found;
 }

@@ -4,6 +4,7 @@ import { codeOf, cut, describe, patient, unstorable, type Via } from "../db.ts";
 import { FileTooLarge, inputsOf, readFile, writeFile } from "../files.ts";
 import { type Job, type NewJob, type Outcome, settle } from "../queue.ts";
 import {
+  ABANDON_MS,
   type Context,
   type InlineKind,
   issues,
@@ -14,6 +15,7 @@ import {
   Snooze,
   Stop,
   Uncertain,
+  unlessAbandoned,
 } from "./kind.ts";
 import { runPaid } from "./paid.ts";
 import { type Lease, runProcess } from "./process.ts";
@@ -22,8 +24,6 @@ const log = logger("worker");
 
 /** Bytes of a result's JSON at the most; larger output is a file. */
 export const MAX_RESULT_BYTES = 1_048_576;
-/** How long an inline job that was told to stop may take to notice. */
-const INLINE_GRACE_MS = 5000;
 
 /** What running a job needs. */
 export interface Runner {
@@ -98,33 +98,20 @@ function contextOf(runner: Runner, job: Job, signal: AbortSignal, next: NewJob[]
           ? Math.round(progress * 10_000) / 10_000
           : undefined,
       ),
+    assertMine: () => runner.lease?.assertMine(),
     next: (newJob) => next.push(newJob),
     inputs: () => inputsOf(db, job.id),
     read: (file) => readFile(db, file),
     write: (name, content) => writeFile(db, name, content, runner.maxFileBytes, job),
-    assertMine: () => {},
   };
 }
 
-/** A job's function cannot be killed; one that does not heed its signal is left behind. */
-async function runInline(kind: InlineKind, payload: unknown, context: Context): Promise<unknown> {
-  const { signal } = context;
-  let timer: ReturnType<typeof setTimeout> | undefined;
-  let onAbort = () => {};
-  const abandoned = new Promise<never>((_, reject) => {
-    onAbort = () => timer = setTimeout(() => reject(signal.reason), INLINE_GRACE_MS);
-    signal.addEventListener("abort", onAbort);
-  });
-  try {
-    return await Promise.race([
-      Promise.resolve().then(() => kind.work(payload, context)),
-      abandoned,
-    ]);
-  } finally {
-    signal.removeEventListener("abort", onAbort);
-    clearTimeout(timer);
-  }
-}
+const runInline = (kind: InlineKind, payload: unknown, context: Context): Promise<unknown> =>
+  unlessAbandoned(
+    Promise.resolve().then(() => kind.work(payload, context)),
+    context.signal,
+    ABANDON_MS,
+  );
 
 /** A job that is done, unless what it returned cannot be stored. */
 function done({ id, attempt }: Job, result: unknown, next: NewJob[]): Outcome {
