@@ -53,6 +53,13 @@ export const text = (help: string): Setting<string | undefined> => ({
   fallback: undefined,
   help,
 });
+/** An instant, such as 2026-12-01T08:00:00Z; `undefined` when absent. */
+export const instant = (help: string): Setting<Date | undefined> => ({
+  parse: checked(z.iso.datetime({ offset: true }).transform((text) => new Date(text))),
+  rule: "it must be an instant such as 2026-12-01T08:00:00Z",
+  fallback: undefined,
+  help,
+});
 /** A comma-separated list of names; null, which is all, when absent. */
 const nameList = (help: string): Setting<string[] | null> => ({
   parse: (value) => value.split(",").map((name) => checked(z.string().regex(NAME))(name.trim())),
@@ -102,6 +109,8 @@ export const settings = {
   drainS: int(20, 0, 3600, "how long a stopped worker lets its jobs go on"),
   maxCrashes: int(2, 1, 100, "the crash of a job's worker that fails the job"),
   maxReleases: int(5, 0, 1000, "how often a stopped worker may give a job back before it fails"),
+  stallS: int(120, 1, 86_400, "how long a worker may not get around to looking for jobs"),
+  lookUpS: int(60, 1, 86_400, "how often a service is asked for a request in review"),
   unknownKindS: int(3600, 1, 864_000, "how long a job of a kind no worker knows may wait"),
   retentionS: int(2_592_000, 60, 315_360_000, "how long finished jobs are kept"),
   fileGraceS: int(3600, 1, 864_000, "how long a file may be without a job"),
@@ -119,6 +128,8 @@ export const settings = {
 
 type Values<S> = { [K in keyof S]: S[K] extends Setting<infer T> ? T : never };
 
+/** The flag of a setting, as it is typed. */
+export const flagOf = (name: string) => `--${kebab(name)}`;
 const kebab = (name: string) => name.replace(/[A-Z]/g, (c) => `-${c.toLowerCase()}`);
 const variable = (name: string) =>
   (name === "databaseUrl" ? "" : "SIDING_") + kebab(name).replaceAll("-", "_").toUpperCase();
@@ -143,14 +154,14 @@ export function configuration<S extends Record<string, Setting<unknown>>>(
   spec: S,
   args: readonly string[],
 ): Values<S> & { rest: string[] } {
-  const flagOf = new Map(Object.keys(spec).map((name) => [kebab(name), name]));
+  const nameOf = new Map(Object.keys(spec).map((name) => [kebab(name), name]));
   const unknown: string[] = [];
-  const parsed = parseArgs(withValues(args, (flag) => spec[flagOf.get(flag) ?? ""]), {
-    string: [...flagOf].filter(([, name]) => !spec[name].boolean).map(([flag]) => flag),
-    boolean: ["help", "version", ...[...flagOf].filter(([, n]) => spec[n].boolean).map(([f]) => f)],
-    collect: [...flagOf].filter(([, name]) => spec[name].many).map(([flag]) => flag),
+  const parsed = parseArgs(withValues(args, (flag) => spec[nameOf.get(flag) ?? ""]), {
+    string: [...nameOf].filter(([, name]) => !spec[name].boolean).map(([flag]) => flag),
+    boolean: ["help", "version", ...[...nameOf].filter(([, n]) => spec[n].boolean).map(([f]) => f)],
+    collect: [...nameOf].filter(([, name]) => spec[name].many).map(([flag]) => flag),
     // Absent, and not false: the variable counts then.
-    default: Object.fromEntries([...flagOf.keys()].map((flag) => [flag, undefined])),
+    default: Object.fromEntries([...nameOf.keys()].map((flag) => [flag, undefined])),
     unknown: (arg, key) => key === undefined || (unknown.push(arg), false),
   });
   if (parsed.help) {
@@ -170,7 +181,7 @@ export function configuration<S extends Record<string, Setting<unknown>>>(
   if (schemaProblem) throw new UsageError(schemaProblem);
 
   const values: Record<string, unknown> = { rest: parsed._.map(String) };
-  for (const [flag, name] of flagOf) {
+  for (const [flag, name] of nameOf) {
     const setting = spec[name];
     const given = parsed[flag];
     if (setting.many) {

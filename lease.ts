@@ -3,7 +3,8 @@
  * time when its lease cannot be.
  *
  * A lease is counted from when its renewal was sent, by this process's monotonic clock, so that
- * the worker's idea of it never ends after the database's.
+ * the worker's idea of it never ends after the database's. Where a clock jumps (this process was
+ * frozen, or the machine slept) the first thing is to ask the database what is still ours.
  */
 import { logger } from "./config.ts";
 import { type Database, describe } from "./db.ts";
@@ -15,6 +16,13 @@ const log = logger("worker");
 /** How often a held job's cancellation is asked for, and a new stage told. */
 const TICK_MS = 2000;
 
+/** Both clocks: where a process was frozen or a machine slept, one of them may have stood still. */
+export const clocks = () => ({ monotonicMs: performance.now(), wallMs: Date.now() });
+type Clocks = ReturnType<typeof clocks>;
+/** Milliseconds since, by the clock that moved further. */
+export const sinceMs = (then: Clocks) =>
+  Math.max(performance.now() - then.monotonicMs, Math.abs(Date.now() - then.wallMs));
+
 /** A job under way. */
 export interface Held {
   job: Job;
@@ -22,7 +30,7 @@ export interface Held {
   stage: string | null;
   progress: number | null;
   /** When the renewal that last succeeded was sent. */
-  renewedAtMs: number;
+  renewed: Clocks;
   /** Told at each renewal how many seconds the job may still run: the guard of its process. */
   tell: (leftS: number) => void;
   /** Resolves when its outcome is recorded, or given up. */
@@ -33,8 +41,10 @@ export class Leases {
   readonly held = new Map<string, Held>();
   /** Whether this worker is the leader of its pool, as of the last heartbeat. */
   leader = false;
-  /** Aborted when the worker's own row is gone: it was taken for dead. */
+  /** Aborted, with the {@linkcode Stop} of its jobs, when this worker is to end: it was taken for dead, or hangs. */
   readonly dead = new AbortController();
+  /** When the worker last got around to looking for jobs; Infinity when it no longer has to. */
+  workedAtMs = performance.now();
   /** The tokens of claims whose reply was lost, which may have taken jobs all the same, and when. */
   readonly lostClaims = new Map<string, number>();
   /** When the last heartbeat that succeeded was sent, and the first of the unbroken run of them. */
@@ -42,25 +52,31 @@ export class Leases {
   #inTouchSinceMs = Infinity;
   /** A stage was reached that no heartbeat has told. */
   #news = false;
+  /** Aborted when a heartbeat is due at once; a new one each beat. */
+  #urgent = new AbortController();
+  /** When watch() last ran. */
+  #watched = clocks();
 
   /**
    * @param db the heartbeat's own connection: nothing that waits can stand before it
    * @param bootId the worker
+   * @param stallS seconds without a look for jobs after which the worker hangs
    */
   constructor(
     readonly db: Database,
     readonly bootId: string,
     readonly heartbeatMs: number,
     readonly leaseS: number,
+    readonly stallS: number,
   ) {}
 
-  /** Begins to hold a job, claimed by a statement that was sent at `sentAtMs`. */
-  hold(job: Job, sentAtMs: number): Held {
+  /** Begins to hold a job, claimed by a statement that was sent at the time `sent`. */
+  hold(job: Job, sent: Clocks): Held {
     // After a failover that lost its last transactions an id can come again, as another job's.
     this.held.get(job.id)?.stop.abort(new Stop("lost", "its id is another job's"));
     const held: Held = {
       ...{ job, stop: new AbortController(), stage: null, progress: null },
-      ...{ renewedAtMs: sentAtMs, tell: () => {}, ended: Promise.resolve() },
+      ...{ renewed: sent, tell: () => {}, ended: Promise.resolve() },
     };
     this.held.set(job.id, held);
     return held;
@@ -82,6 +98,23 @@ export class Leases {
     held.tell = tell;
     tell(this.#guardedS(held));
     return () => held.tell = () => {};
+  }
+
+  /** Throws unless a job's lease surely runs on, by both clocks. */
+  assertMine({ renewed }: Held): void {
+    if (sinceMs(renewed) > (this.leaseS - this.#marginS) * 1000) {
+      throw new Stop("released", "its lease could not be renewed");
+    }
+  }
+
+  /** Whether a job under way is to have nothing beside it. */
+  get alone(): boolean {
+    return [...this.held.values()].some(({ job }) => job.alone);
+  }
+
+  /** Aborted when the next beat is due at once. */
+  get urgent(): AbortSignal {
+    return this.#urgent.signal;
   }
 
   /** Seconds without a heartbeat after which a worker is silent. */
@@ -107,7 +140,9 @@ export class Leases {
    */
   async beat(): Promise<number> {
     const tickMs = Math.min(TICK_MS, this.heartbeatMs);
-    const sentAtMs = performance.now();
+    const sent = clocks();
+    const sentAtMs = sent.monotonicMs;
+    this.#urgent = new AbortController();
     const dueMs = this.#lastBeatMs + this.heartbeatMs - sentAtMs;
     if (dueMs > 0 && !this.#news) {
       const ids = this.held.size === 0
@@ -124,7 +159,7 @@ export class Leases {
     let pulse: Pulse;
     try {
       pulse = await this.db.run((sql) =>
-        heartbeat(sql, this.bootId, jobs, this.leaseS, this.silentS)
+        heartbeat(sql, this.bootId, jobs, this.leaseS, this.silentS, this.#stalledS)
       );
     } catch (error) {
       this.#inTouchSinceMs = Infinity;
@@ -136,29 +171,54 @@ export class Leases {
     if (!(nowMs - this.#lastBeatMs < this.silentS * 1000)) this.#inTouchSinceMs = Infinity;
     this.#inTouchSinceMs = Math.min(this.#inTouchSinceMs, nowMs);
     this.#lastBeatMs = sentAtMs;
-    this.#heed(pulse, named, sentAtMs);
+    this.#heed(pulse, named, sent);
     return tickMs;
   }
 
-  /** Stops jobs whose lease could not be renewed, before it ends and others may take them. */
+  /**
+   * Stops jobs whose lease could not be renewed, before it ends and others may take them. Notices
+   * when this process was frozen or the machine slept, and when it no longer looks for jobs.
+   */
   watch(): Promise<number> {
-    for (const { renewedAtMs, stop } of this.held.values()) {
-      if (performance.now() - renewedAtMs > (this.leaseS - this.#marginS) * 1000) {
+    const { monotonicMs, wallMs } = this.#watched;
+    const everyMs = Math.min(1000, this.#marginS * 250);
+    const [passedMs, wallPassedMs] = [performance.now() - monotonicMs, Date.now() - wallMs];
+    const jumpMs = Math.max(passedMs - everyMs, Math.abs(wallPassedMs - passedMs));
+    this.#watched = clocks();
+    if (jumpMs > this.#marginS * 500) { // less than half the margin cannot matter
+      log.warn("a clock jumped by {seconds} s: asking the database what is still this worker's", {
+        seconds: (jumpMs / 1000).toFixed(1),
+      });
+      this.workedAtMs = Math.max(this.workedAtMs, performance.now());
+      this.#inTouchSinceMs = Infinity;
+      this.#lastBeatMs = -Infinity;
+      this.#urgent.abort();
+    }
+    for (const { renewed, stop } of this.held.values()) {
+      if (performance.now() - renewed.monotonicMs > (this.leaseS - this.#marginS) * 1000) {
         stop.abort(new Stop("released", "its lease could not be renewed"));
       }
     }
-    return Promise.resolve(Math.min(1000, this.#marginS * 250));
+    // Not where the heartbeat was away too: that is the database's outage.
+    const inTouchS = (performance.now() - this.#inTouchSinceMs) / 1000;
+    if (this.#stalledS > this.stallS && inTouchS > this.stallS && !this.dead.signal.aborted) {
+      log.error("unwell: it has not looked for jobs for {seconds} s, though its heartbeat lives", {
+        seconds: Math.round(this.#stalledS),
+      });
+      this.dead.abort(new Stop("released", "its worker hung"));
+    }
+    return Promise.resolve(everyMs);
   }
 
-  /** Acts on what a heartbeat, sent at `sentAtMs` for the jobs `named`, brought back. */
-  #heed(pulse: Pulse, named: Held[], sentAtMs: number): void {
+  /** Acts on what a heartbeat, sent at the time `sent` for the jobs `named`, brought back. */
+  #heed(pulse: Pulse, named: Held[], sent: Clocks): void {
     this.leader = pulse.leader;
-    if (!pulse.alive) return this.dead.abort();
+    if (!pulse.alive) return this.dead.abort(new Stop("lost", "its worker was taken for dead"));
     const beats = new Map(pulse.beats.map((beat) => [beat.id, beat]));
     for (const held of named) {
       const beat = beats.get(held.job.id);
       if (beat?.state === "renewed") {
-        held.renewedAtMs = sentAtMs;
+        held.renewed = sent;
         held.tell(this.#guardedS(held));
       }
       if (beat?.state === "lost") held.stop.abort(new Stop("lost", "somebody else has it"));
@@ -166,7 +226,7 @@ export class Leases {
     }
     for (const [token, atMs] of this.lostClaims) {
       // Whatever it may have taken has been given back, or recovered.
-      if (sentAtMs - atMs > 2 * this.leaseS * 1000) this.lostClaims.delete(token);
+      if (sent.monotonicMs - atMs > 2 * this.leaseS * 1000) this.lostClaims.delete(token);
     }
     for (const stray of pulse.strays) {
       if (!this.lostClaims.has(stray.claim_token)) continue; // it started, or ended, meanwhile
@@ -188,7 +248,12 @@ export class Leases {
   }
 
   /** Seconds after which the guard is to end the job, should no renewal come. */
-  #guardedS({ renewedAtMs }: Held): number {
-    return this.leaseS - this.#marginS / 2 - (performance.now() - renewedAtMs) / 1000;
+  #guardedS({ renewed }: Held): number {
+    return this.leaseS - this.#marginS / 2 - (performance.now() - renewed.monotonicMs) / 1000;
+  }
+
+  /** Seconds since the worker last got around to looking for jobs. */
+  get #stalledS(): number {
+    return Math.max(0, performance.now() - this.workedAtMs) / 1000;
   }
 }

@@ -14,7 +14,8 @@
  * they are stopped and given back to the queue. A second one ends the process and its jobs at once.
  *
  * Exit codes: 0 after a stop; 1 failure, also when its row was removed because it was taken for
- * dead; 2 usage; 3 the database could not be reached at the start; 130 stopped by a second signal.
+ * dead, or when it no longer looks for jobs though its heartbeat lives; 2 usage; 3 the database
+ * could not be reached at the start; 130 stopped by a second signal.
  */
 import { hostname } from "node:os";
 import * as config from "./config.ts";
@@ -22,8 +23,9 @@ import { fold } from "./credits.ts";
 import { checkSchema, codeOf, Database, describe, isDisconnect, patient, pause } from "./db.ts";
 import { type Kinds, loadKinds, Stop } from "./jobs/kind.ts";
 import { sweepFolders } from "./jobs/process.ts";
+import { lookUpReviews } from "./jobs/paid.ts";
 import { type Runner, runToEnd } from "./jobs/run.ts";
-import { Leases } from "./lease.ts";
+import { clocks, Leases } from "./lease.ts";
 import * as queue from "./queue.ts";
 
 const log = config.logger("worker");
@@ -80,23 +82,41 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   }
   const { leases, db, files } = worker;
   const over = new AbortController();
+  const watchdog = startWatchdog(worker.settings.leaseS);
   const loops = [
-    config.repeat("heartbeat", () => leases.beat(), over.signal),
-    config.repeat("watch", () => leases.watch(), over.signal),
+    config.repeat("heartbeat", () => leases.beat(), over.signal, () => leases.urgent),
+    config.repeat("watch", () => (watchdog.postMessage({}), leases.watch()), over.signal),
     config.repeat("recovery", () => tidy(worker), over.signal),
   ];
   const dead = leases.dead.signal;
   const noMore = AbortSignal.any([signal, dead]);
-  await config.repeat("claim", () => work(worker, noMore), noMore, () => worker.roomMade.signal);
+  const hung = new Promise((resolve) => dead.addEventListener("abort", resolve));
+  const claiming = config.repeat(
+    "claim",
+    () => work(worker, noMore),
+    noMore,
+    () => worker.roomMade.signal,
+  );
+  await Promise.race([claiming, hung]);
+  leases.workedAtMs = Infinity;
   await drain(worker);
+  watchdog.terminate();
   over.abort();
   await Promise.all(loops);
   if (!dead.aborted) {
     await leases.db.run((sql) => queue.deregister(sql, leases.bootId), 2000).catch(() => {});
   }
   await Promise.all([db.close(), files.close(), leases.db.close()]);
-  log.info(dead.aborted ? "ended: it was taken for dead" : "stopped");
+  log.info(dead.aborted ? `ended: ${dead.reason.message}` : "stopped");
   return dead.aborted ? 1 : 0;
+}
+
+function startWatchdog(limitS: number): globalThis.Worker {
+  const thread = new globalThis.Worker(import.meta.resolve("./jobs/watchdog.ts"), {
+    type: "module",
+  });
+  thread.postMessage({ limitS });
+  return thread;
 }
 
 async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
@@ -119,7 +139,7 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
   await sweepFolders();
 
   const name = Deno.env.get("RAILWAY_REPLICA_ID") ?? `${hostname()}-${Deno.pid}`;
-  const options = { name: "siding worker", prepare: settings.prepare };
+  const options = { name: `siding worker ${name}`, prepare: settings.prepare };
   const db = new Database(url, { ...options, max: 2 }, settings.statementLimitMs);
   const files = new Database(url, { ...options, max: 1 }, settings.statementLimitMs);
   const pulse = new Database(url, { ...options, max: 1 }, settings.statementLimitMs);
@@ -134,6 +154,7 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
       queues: settings.queues,
       kinds: serves,
       knownKinds: Object.keys(kinds),
+      inlineKinds: Object.keys(kinds).filter((name) => kinds[name].runs !== "process"),
       concurrency: settings.concurrency,
     })
   );
@@ -144,7 +165,7 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
     serves,
     db,
     files,
-    leases: new Leases(pulse, bootId, settings.heartbeatMs, settings.leaseS),
+    leases: new Leases(pulse, bootId, settings.heartbeatMs, settings.leaseS, settings.stallS),
     roomMade: new AbortController(),
     misses: new Map(),
     passes: 0,
@@ -154,11 +175,15 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
 
 /** One look and, when there is something, one claim. @returns milliseconds until the next */
 async function work(worker: Worker, stop: AbortSignal): Promise<number> {
-  const { settings, serves, db } = worker;
-  const room = settings.concurrency - worker.leases.held.size;
+  const { settings, serves, db, leases } = worker;
+  const room = settings.concurrency - leases.held.size;
   worker.roomMade = new AbortController();
-  if (room <= 0) return settings.pollMaxMs;
+  if (room <= 0 || leases.alone) {
+    leases.workedAtMs = performance.now();
+    return settings.pollMaxMs;
+  }
   const { ready, promotable } = await db.run((sql) => queue.look(sql, settings.queues, serves));
+  leases.workedAtMs = performance.now();
   // None moved: somebody's open transaction holds them, which is no reason to wait with the others.
   if (promotable && await db.run((sql) => queue.promote(sql)) > 0) return 0;
   // A queue that is locked, or whose next job is, must not keep the worker from the others: it is
@@ -168,6 +193,8 @@ async function work(worker: Worker, stop: AbortSignal): Promise<number> {
     .sort((a, b) => missesOf(a).count - missesOf(b).count);
   for (const from of open) {
     if (stop.aborted) return 0;
+    // It runs with nothing beside it: first what is under way has to end.
+    if (from.alone && leases.held.size > 0) return settings.pollMaxMs;
     const claimed = await claimFrom(worker, from, room);
     if (claimed !== 0) return 0; // started some, or waited for a lock: look again
   }
@@ -184,8 +211,10 @@ async function claimFrom(
 ): Promise<number | null> {
   const { settings, db, misses } = worker;
   const token = crypto.randomUUID();
-  const sentAtMs = performance.now();
-  const options = { worker: worker.leases.bootId, kinds: worker.serves, most: room, token };
+  const sent = clocks();
+  const { bootId, held: underWay } = worker.leases;
+  const idle = underWay.size === 0;
+  const options = { worker: bootId, kinds: worker.serves, most: room, idle, token };
   const count = (misses.get(from.queue)?.count ?? 0) + 1;
   // Others were faster, or hold what was seen: further and further apart, not all at once again.
   let pauseMs = Math.min(settings.pollMaxMs, 10 * 2 ** Math.min(count, 10));
@@ -194,13 +223,13 @@ async function claimFrom(
   try {
     jobs = await db.run((sql) => queue.claim(sql, from, { ...options, leaseS: settings.leaseS }));
   } catch (error) {
-    if (isDisconnect(error)) worker.leases.lostClaims.set(token, sentAtMs);
+    if (isDisconnect(error)) worker.leases.lostClaims.set(token, sent.monotonicMs);
     held = codeOf(error) === "55P03"; // by a claim or another transaction, for longer than 1 s
     const facts = { queue: from.queue, error: describe(error) };
     log[held ? "debug" : "warn"]("claim from {queue}: {error}", facts);
     pauseMs = settings.pollMaxMs * Math.min(count, 5);
   }
-  for (const job of jobs) start(worker, job, sentAtMs);
+  for (const job of jobs) start(worker, job, sent);
   if (jobs.length > 0) misses.delete(from.queue);
   else misses.set(from.queue, { count, untilMs: performance.now() + jitter(pauseMs) });
   return held ? null : jobs.length;
@@ -210,14 +239,18 @@ async function claimFrom(
 const jitter = (ms: number) => ms * (0.8 + Math.random() * 0.4);
 
 /** Runs a claimed job to its end, besides everything else. */
-function start(worker: Worker, job: queue.Job, sentAtMs: number): void {
+function start(worker: Worker, job: queue.Job, sent: ReturnType<typeof clocks>): void {
   const { leases, db, files, kinds } = worker;
-  const held = leases.hold(job, sentAtMs);
+  const held = leases.hold(job, sent);
   const runner: Runner = {
     ...{ db, files, worker: leases.bootId, kinds },
     maxFileBytes: worker.settings.maxFileBytes,
     maxReleases: worker.settings.maxReleases,
-    lease: { graceS: leases.graceS, onRenewal: (tell) => leases.onRenewal(held, tell) },
+    lease: {
+      graceS: leases.graceS,
+      onRenewal: (tell) => leases.onRenewal(held, tell),
+      assertMine: () => leases.assertMine(held),
+    },
     report: (stage, progress) => leases.report(held, stage, progress),
   };
   held.ended = runToEnd(runner, job, held.stop.signal, worker.hurry.signal).finally(() => {
@@ -234,6 +267,11 @@ async function tidy(worker: Worker): Promise<number> {
     log.warn("recovered job {id} {kind}: {status}", { ...job });
   }
   await db.run((sql) => queue.promote(sql));
+  if (leases.leader) {
+    for (const id of await lookUpReviews(db, worker.kinds, settings.lookUpS)) {
+      log.warn("job {id}: its service has its request, from which it goes on", { id });
+    }
+  }
   if (leases.leader && worker.passes++ % PASSES_A_SWEEP === 0) {
     const unknown = await db.run((sql) =>
       queue.failUnknownKinds(sql, settings.unknownKindS, leases.silentS)
@@ -260,8 +298,8 @@ async function drain({ leases, settings: { drainS }, hurry }: Worker): Promise<v
     await Promise.race([rest(), pause(drainS * 1000, enough.signal, dead.signal)]);
     enough.abort();
   }
-  const why = dead.signal.aborted ? "lost" : "released";
-  for (const { stop } of held.values()) stop.abort(new Stop(why, "its worker was stopped"));
+  const reason = dead.signal.reason ?? new Stop("released", "its worker was stopped");
+  for (const { stop } of held.values()) stop.abort(reason);
   const timer = setTimeout(() => hurry.abort(), GIVE_BACK_MS);
   await rest();
   clearTimeout(timer);
