@@ -28,7 +28,8 @@ const STDERR_BYTES = 4096;
 /** How long its output is read on after its end: a child in a session of its own may hold it open. */
 const AFTERMATH_MS = 2000;
 /** Where process ids are ours: another container may share the temporary folder, but not these. */
-const SPACE = readLink("/proc/self/ns/pid")?.replace(/\D/g, "") ?? "0";
+const NOWHERE = "0";
+const SPACE = readLink("/proc/self/ns/pid")?.replace(/\D/g, "") ?? NOWHERE;
 /** Work folders; the second number is the process id of their worker. */
 const FOLDER = /^siding-job-(\d+)-(\d+)-/;
 const DAY_MS = 86_400_000;
@@ -39,8 +40,10 @@ export interface Lease {
   graceS: number;
   /** Has `tell` told, now and at each renewal, how many seconds the job may still run. @returns to stop it */
   onRenewal: (tell: (leftS: number) => void) => () => void;
+  /** Throws a {@linkcode Stop} unless it surely runs on. */
+  assertMine: () => void;
 }
-const forEver: Lease = { graceS: 5, onRenewal: () => () => {} };
+const forEver: Lease = { graceS: 5, onRenewal: () => () => {}, assertMine: () => {} };
 
 /** What the last line said. */
 type Verdict =
@@ -63,7 +66,10 @@ export async function runProcess(
   context: Context,
   lease: Lease = forEver,
 ): Promise<unknown> {
-  const folder = await Deno.makeTempDir({ prefix: `siding-job-${SPACE}-${Deno.pid}-` });
+  const folder = await Deno.makeTempDir({ prefix: `siding-job-${SPACE}-${Deno.pid}-` })
+    .catch((error) => {
+      throw new Error(`no work folder could be made in ${tmpdir()}: ${error.message}`);
+    });
   try {
     const files = await fetchInputs(folder, context);
     const { id, kind: name, attempt, owner } = context.job;
@@ -83,17 +89,19 @@ export async function runProcess(
 }
 
 /**
- * Removes work folders that a worker and its guard left behind, both killed at once: those a day
- * old and more, whose worker is not here. (A worker in another container may share this folder.)
+ * Removes work folders that a worker has left behind: killed together with its guard, or before it
+ * had started one. Where process ids do not show whether it is here (not on Linux), those a day old.
  */
-export async function sweepFolders(nowMs = Date.now()): Promise<void> {
-  for (const name of await readdir(tmpdir()).catch(() => [])) {
+export async function sweepFolders(parent = tmpdir()): Promise<void> {
+  for (const name of await readdir(parent).catch(() => [])) {
     const [, space, pid] = FOLDER.exec(name) ?? [];
-    const path = join(tmpdir(), name);
+    const path = join(parent, name);
     if (space !== SPACE || existsSync(`/proc/${pid}`)) continue;
-    const age = await stat(path).then((info) => nowMs - info.mtimeMs, () => 0);
+    const age = await stat(path).then((info) => Date.now() - info.mtimeMs, () => 0);
     // Another worker may be at it too, or it may be another user's: no reason not to start.
-    if (age > DAY_MS) await rm(path, { recursive: true, force: true }).catch(() => {});
+    if (SPACE !== NOWHERE || age > DAY_MS) {
+      await rm(path, { recursive: true, force: true }).catch(() => {});
+    }
   }
 }
 
