@@ -37,7 +37,7 @@ const spec = {
   owner: config.flag(config.text("whose job it is")),
   queue: config.flag(config.text("the queue; default if not given")),
   priority: config.flag(config.int(0, -1_000_000, 1_000_000, "larger is sooner")),
-  at: config.flag(config.text("not before this instant, such as 2026-12-01T08:00:00Z")),
+  at: config.flag(config.instant("not before this instant, such as 2026-12-01T08:00:00Z")),
   key: config.flag(config.text("an unfinished job of the kind with this key is returned instead")),
   price: config.flag({
     ...config.int(
@@ -103,19 +103,13 @@ function jobOf(settings: Settings): NewJob {
     if (error instanceof PayloadError) throw new config.UsageError(error.message);
     throw error;
   }
-  const due = settings.at === undefined ? undefined : new Date(settings.at);
-  if (due && Number.isNaN(due.getTime())) {
-    throw new config.UsageError(
-      `--at is "${settings.at}": it must be an instant such as 2026-12-01T08:00:00Z`,
-    );
-  }
   return {
     kind,
     payload,
     owner: settings.owner,
     queue: settings.queue,
     priority: settings.priority,
-    due_at: due,
+    due_at: settings.at,
     unique_key: settings.key,
     price: settings.price,
   };
