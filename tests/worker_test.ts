@@ -5,8 +5,8 @@ import { outputsOf, writeFile } from "../files.ts";
 import * as queue from "../queue.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
 import { enqueue, enqueueMany } from "./kinds.ts";
-import { isAlive, startWorker } from "./processes.ts";
-import { startProxy } from "./proxy.ts";
+import { isAlive, skewedClock, startWorker } from "./processes.ts";
+import { startProxy } from "../dev/proxy.ts";
 
 async function jobOf(sql: Pool, { id }: { id: string }): Promise<queue.JobView> {
   return (await queue.get(sql, [id]))[0];
@@ -433,11 +433,6 @@ async function aSilentJob(sql: Pool, priority: number): Promise<queue.Enqueued> 
 }
 
 test("a worker whose clock is ten minutes off changes nothing", async (sql, url) => {
-  const skew = (ms: number) => {
-    const code = `const N = Date.now; Date.now = () => N() + ${ms};
-      globalThis.Date = class extends Date { constructor(...a) { a.length ? super(...a) : super(N() + ${ms}); } };`;
-    return ["--preload", `data:text/javascript,${encodeURIComponent(code)}`];
-  };
   await sql.unsafe(`
     create table leases (seconds float8);
     create function note_lease() returns trigger language plpgsql as $$ begin
@@ -447,8 +442,8 @@ test("a worker whose clock is ten minutes off changes nothing", async (sql, url)
     create trigger note_lease after update on ${schema}.jobs for each row
       when (new.status = 'running') execute function note_lease();`).simple();
   const later = await enqueue(sql, "echo", 0, { delay_s: 300 });
-  await using _early = startWorker(url, [], skew(600_000));
-  await using _late = startWorker(url, [], skew(-600_000));
+  await using _early = startWorker(url, [], skewedClock(600_000));
+  await using _late = startWorker(url, [], skewedClock(-600_000));
   const waits = await enqueue(sql, "waits", 0);
   await waitFor(async () => {
     const [{ n }] = await sql`select count(*)::integer as n from ${sql(schema)}.processes`;
