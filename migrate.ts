@@ -4,6 +4,7 @@
  *
  *     deno task migrate            # apply
  *     deno task migrate --check    # say what is missing, and exit 1 if anything is
+ *     deno task migrate --limit-role siding   # and bound that role's sessions in this database
  *
  * Each migration is sent as one string, which Postgres runs as one transaction: it is applied and
  * recorded, or neither, whatever happens to this process. Two processes may run at once; one
@@ -12,8 +13,29 @@
  *
  * Exit codes: 0 done, 1 failed or behind (`--check`), 2 usage, 3 the database could not be reached.
  */
-import { configuration, flag, requireDatabase, runMain, settings, yes } from "./config.ts";
+import {
+  configuration,
+  flag,
+  requireDatabase,
+  runMain,
+  settings,
+  text,
+  UsageError,
+  yes,
+} from "./config.ts";
 import { checkSchema, codeOf, connect, describe, type Pool, schema } from "./db.ts";
+
+/**
+ * The server's own limits for a role's sessions. Siding's clients give up on a statement after 20 s
+ * (SIDING_STATEMENT_LIMIT_MS); these end it on the server too, where a client that is frozen, or gone
+ * without a word, would leave it at work or leave its transaction open. A role of Siding's own: an
+ * application's longer statements under the same role would be ended as well.
+ */
+const ROLE_LIMITS = {
+  statement_timeout: "30s",
+  lock_timeout: "10s",
+  idle_in_transaction_session_timeout: "30s",
+};
 
 /** A file of migrations/. */
 export interface Migration {
@@ -33,9 +55,9 @@ export function migrations(folder = new URL("./migrations/", import.meta.url)): 
   const files = [...Deno.readDirSync(folder)].map((entry) => entry.name)
     .filter((name) => name.endsWith(".sql")).sort();
   return files.map((name, index) => {
-    const text = Deno.readTextFileSync(new URL(name, folder));
+    const content = Deno.readTextFileSync(new URL(name, folder));
     const number = Number(name.match(/^(\d{4})_/)?.[1]);
-    const floor = text.match(/^-- oldest code that still runs on this: (\d+)$/m)?.[1];
+    const floor = content.match(/^-- oldest code that still runs on this: (\d+)$/m)?.[1];
     if (number !== index + 1) {
       throw new Error(`${name}: the ${index + 1}th file must have that number`);
     }
@@ -44,7 +66,7 @@ export function migrations(folder = new URL("./migrations/", import.meta.url)): 
       number,
       name: name.replace(/^\d+_|\.sql$/g, ""),
       floor: Number(floor),
-      sql: text.replace(/\bsiding\./g, `"${schema}".`),
+      sql: content.replace(/\bsiding\./g, `"${schema}".`),
     };
   });
 }
@@ -140,8 +162,24 @@ async function patiently<T>(title: string, say: (line: string) => void, step: ()
   }
 }
 
+/** Sets {@linkcode ROLE_LIMITS} for a role in this database, for sessions from now on. */
+export async function limitRole(url: string, role: string): Promise<void> {
+  const sql = connect(url, { max: 1, name: "siding migrate", prepare: false });
+  try {
+    const [{ database }] = await sql`select current_database() as database`;
+    for (const [name, value] of Object.entries(ROLE_LIMITS)) {
+      await sql.unsafe(
+        `alter role "${role.replaceAll('"', '""')}" in database "${database.replaceAll('"', '""')}"
+         set ${name} = '${value}'`,
+      );
+    }
+  } finally {
+    await sql.end();
+  }
+}
+
 async function main(args: string[]): Promise<number> {
-  const { databaseUrl, check } = configuration(
+  const { databaseUrl, check, limitRole: role } = configuration(
     {
       name: "migrate",
       summary: "Applies the migrations that the database has not had yet.",
@@ -150,10 +188,12 @@ async function main(args: string[]): Promise<number> {
     {
       databaseUrl: settings.databaseUrl,
       check: flag(yes("change nothing; exit 1 if a migration is missing")),
+      limitRole: flag(text("also set the time limits of this role's sessions in this database")),
     },
     args,
   );
   const url = requireDatabase(databaseUrl);
+  if (check && role) throw new UsageError("--check changes nothing: it takes no --limit-role");
   if (check) {
     const behind = await missing(url);
     for (const { number, name } of behind) console.log(`missing: ${number} ${name}`);
@@ -162,6 +202,12 @@ async function main(args: string[]): Promise<number> {
   }
   const applied = await migrate(url, (line) => console.log(line));
   if (applied.length === 0) console.log("up to date");
+  if (role) {
+    await limitRole(url, role);
+    console.log(
+      `limited role ${role}: ${Object.entries(ROLE_LIMITS).map((l) => l.join(" ")).join(", ")}`,
+    );
+  }
   return 0;
 }
 
