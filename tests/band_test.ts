@@ -15,10 +15,12 @@ import {
   startBandService,
 } from "../dev/band_service.ts";
 import { outputsOf, readFile, writeFile } from "../files.ts";
+import { requeue } from "../desk.ts";
+import { startProxy } from "../dev/proxy.ts";
 import { drainForTest, enqueue } from "../jobs.ts";
 import * as queue from "../queue.ts";
 import { databaseTest, waitFor } from "./database.ts";
-import { startWorker } from "./processes.ts";
+import { isAlive, startWorker } from "./processes.ts";
 
 const path = (name: string) => fileURLToPath(new URL(`../${name}`, import.meta.url));
 const stream = (text: string) => new Blob([text]).stream() as ReadableStream<Uint8Array>;
@@ -401,7 +403,7 @@ const startBandWorker = (url: string, service: BandService) =>
   startWorker(url, workerFlags, [], { SIDING_BAND_URL: service.url });
 
 test(
-  "a worker that dies between the charge and its reply leaves the job in review, with one charge",
+  "a worker that dies between the charge and its reply leaves the job in review, where the look-up by its key finds it",
   async (sql, service, url) => {
     service.setMood("slow");
     const id = await enqueueBand(sql);
@@ -411,12 +413,86 @@ test(
       worker.kill("SIGKILL");
       await worker.ended;
     }
+    await waitFor(async () => {
+      await queue.recover(sql); // in the place of a worker, which would look it up at once
+      return (await stateOf(sql, id)).status === "review";
+    }, "the job in review");
     await using _ = startBandWorker(url, service);
-    await waitFor(async () => (await stateOf(sql, id)).status === "review", "the job in review");
-    const [{ calls, charges }] = service.charges();
-    assertEquals([calls, charges], [1, 1]);
+    await waitFor(async () => (await stateOf(sql, id)).status === "done", "the arrangement");
+    assertEquals(await bill(sql, service, id), [1, 1]);
   },
-  { slowMs: 600_000 },
+  { slowMs: 600_000, workMs: 100 },
+);
+
+test(
+  "a worker that thaws just before it sends, after the desk requeued its job, sends nothing",
+  async (sql, service, url) => {
+    await using proxy = startProxy(url);
+    const reply = proxy.holdReplyTo(".intend(");
+    const id = await enqueueBand(sql);
+    await using frozen = startBandWorker(proxy.url, service);
+    await reply.held;
+    frozen.kill("SIGSTOP");
+    reply.release();
+    await waitFor(async () => {
+      await queue.recover(sql);
+      return (await stateOf(sql, id)).status === "review";
+    }, "the job in review");
+    assertEquals(service.charges(), []);
+    await requeue(sql, id);
+    await using _ = startBandWorker(url, service);
+    await waitFor(async () => (await stateOf(sql, id)).status === "done", "the arrangement");
+    frozen.kill("SIGCONT");
+    await waitFor(() => frozen.log().includes("is lost: somebody else has it"), "it to see that");
+    assertEquals(await bill(sql, service, id), [1, 1]);
+    assertStringIncludes(frozen.log(), "a clock jumped by");
+    assertEquals((await stateOf(sql, id)).attempt, 2);
+  },
+  { workMs: 100 },
+);
+
+test(
+  "an id that reaches a worker which has lost the job meanwhile is saved, and nobody sends again",
+  async (sql, service, url) => {
+    service.setMood("slow", 1);
+    const id = await enqueueBand(sql);
+    await using proxy = startProxy(url);
+    await using slow = startBandWorker(proxy.url, service);
+    await waitFor(() => service.charges()[0]?.charges, "the charge");
+    proxy.cut(); // its lease runs out while its request is under way
+    await waitFor(async () => {
+      await queue.recover(sql);
+      return (await stateOf(sql, id)).status === "review";
+    }, "the job in review");
+    proxy.mend();
+    const [{ id: requestId }] = service.charges();
+    await waitFor(async () => {
+      const [row] = await sql`select request_id from ${sql(schema)}.requests`;
+      return row.request_id === requestId;
+    }, "the id to be saved");
+    await waitFor(async () => (await stateOf(sql, id)).status === "done", "the arrangement");
+    assertEquals(await bill(sql, service, id), [1, 1]);
+    assert(isAlive(slow.pid));
+  },
+  { slowMs: 6000, workMs: 100 },
+);
+
+test(
+  "to cancel work that was sent is refused until what came of it is known",
+  async (sql, service, url) => {
+    service.setMood("slow", 1);
+    const id = await enqueueBand(sql);
+    await using _ = startBandWorker(url, service);
+    await waitFor(() => service.charges()[0]?.charges, "the charge");
+    await assertRejects(
+      () => queue.cancel(sql, id),
+      queue.Refused,
+      `job ${id} was sent to its paid service and is running`,
+    );
+    await waitFor(async () => (await stateOf(sql, id)).status === "done", "the arrangement");
+    assertEquals(await queue.cancel(sql, id), "done");
+  },
+  { slowMs: 1000, workMs: 100 },
 );
 
 test(

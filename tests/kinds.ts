@@ -1,6 +1,14 @@
 /** Kinds of job for the tests, loaded by workers with `--jobs tests/kinds.ts`. */
 import { z } from "zod";
-import { inline, NotSent, paid, PermanentFailure, process, Snooze } from "../jobs/kind.ts";
+import {
+  type Context,
+  inline,
+  NotSent,
+  paid,
+  PermanentFailure,
+  process,
+  Snooze,
+} from "../jobs/kind.ts";
 import { typed } from "../jobs/typed.ts";
 
 /** A shell script as a job's process; $1 is the text of the payload's `with`, if it has one. */
@@ -18,6 +26,14 @@ export const service = {
   sent: new Map<string, string>(),
   charges: 0,
 };
+
+async function untilGone({ gone }: { gone: string }, { signal }: Context): Promise<string> {
+  while (await Deno.stat(gone).then(() => true, () => false)) {
+    signal.throwIfAborted();
+    await new Promise((resolve) => setTimeout(resolve, 20));
+  }
+  return "went on to the end";
+}
 
 export const kinds = {
   echo: inline({ payload: z.unknown(), work: (payload) => payload }),
@@ -136,6 +152,24 @@ export const kinds = {
           reject(signal.reason);
         });
       }),
+  }),
+
+  /** In the worker's own process: until the file that its payload names is gone, and then … */
+  "inline-until": inline({ payload: z.object({ gone: z.string() }), work: untilGone }),
+  /** … the worker ends, as when it runs out of memory. */
+  poison: inline({
+    payload: z.object({ gone: z.string() }),
+    work: async (payload, context) => {
+      await untilGone(payload, context);
+      Deno.kill(Deno.pid, "SIGKILL");
+    },
+  }),
+  /** Never gives the worker its thread back. */
+  hog: inline({
+    payload: z.unknown(),
+    work: () => {
+      for (;;);
+    },
   }),
 
   /** Runs until the file that its payload names is gone. */
