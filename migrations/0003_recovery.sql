@@ -169,7 +169,9 @@ begin
     select j.id, o.outcome, o.result, o.error, o.delay_s, coalesce(o.unsent, false) as unsent, case
         when o.outcome = 'done' then o.outcome
         when j.sent_at is not null and j.request_id is null and not coalesce(o.unsent, false) then 'review'
-        when o.outcome in ('cancelled', 'review') then o.outcome
+        -- Its id has come meanwhile, or it was never sent after all.
+        when o.outcome = 'review' then case when j.request_id is not null then 'queued' else 'failed' end
+        when o.outcome = 'cancelled' then o.outcome
         when o.outcome = 'failed' and o.delay_s is null then 'failed'
         when j.cancel_requested_at is not null and j.request_id is null then 'cancelled'
         when o.outcome <> 'released' then 'scheduled'

@@ -124,16 +124,20 @@ test(
     await sql.unsafe(`
       create function no_room() returns trigger language plpgsql as $$ begin
         raise exception 'could not extend file: No space left on device' using errcode = '53100';
-      end $$;
-      create trigger no_room before insert or update on ${schema}.jobs execute function no_room();
-      create trigger no_room before insert or update on ${schema}.processes
-        execute function no_room();`).simple();
+      end $$`);
+    // One statement each, so that none waits for one table while it holds the other.
+    for (const table of ["jobs", "processes"]) {
+      await sql.unsafe(`create trigger no_room before insert or update on ${schema}.${table}
+        execute function no_room()`);
+    }
     await waitFor(async () => {
       const [row] = await sql`select lease_until < now() as over from ${sql(schema)}.jobs`;
       return row.over;
     }, "its lease to run out");
     await Deno.remove(go);
-    await sql.unsafe(`drop function no_room cascade`);
+    for (const table of ["jobs", "processes"]) {
+      await sql.unsafe(`drop trigger no_room on ${schema}.${table}`);
+    }
     await waitFor(async () => (await state()).status === "done", "it to be done");
     const { crashes, releases, attempt } = await state();
     assertEquals([crashes, releases, attempt], [0, 1, 2]);
@@ -152,6 +156,38 @@ test(
     }, "it to fail");
     assertStringIncludes(job.error!, "/dev/null/nowhere");
     assert(isAlive(worker.pid));
+  },
+);
+
+test(
+  "results of 50 MB and lines of 10 MB without an end cost the worker no memory",
+  async (sql, url) => {
+    await using worker = startWorker(url, ["--lease-s", "600"]);
+    const rss = () =>
+      Number(Deno.readTextFileSync(`/proc/${worker.pid}/statm`).split(" ")[1]) * 4096;
+    const peakOf = async (rounds: number) => {
+      const entries = await enqueueMany(
+        sql,
+        Array.from({ length: rounds }, () => [
+          { kind: "flood" as const, payload: {} },
+          { kind: "large-result" as const, payload: {} },
+        ]).flat(),
+      );
+      let peak = 0;
+      const jobs = await waitFor(
+        async () => {
+          peak = Math.max(peak, rss());
+          const jobs = await queue.get(sql, entries.map(({ id }) => id));
+          return jobs.every((job) => job.finished_at) && jobs;
+        },
+        "all to end",
+        { timeoutMs: 60_000 },
+      );
+      for (const job of jobs) assertStringIncludes(job.error!, "a line of more than 1200000 bytes");
+      return peak / (1 << 20);
+    };
+    const [few, many] = [await peakOf(2), await peakOf(8)];
+    assert(many - few < 40, `${few.toFixed(0)} MiB for 4 jobs, ${many.toFixed(0)} for 16 more`);
   },
 );
 

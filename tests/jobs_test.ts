@@ -1,9 +1,11 @@
 /** How kinds of job run to their outcome, in the test's own process. */
 import { assert, assertEquals, assertRejects, assertStringIncludes } from "@std/assert";
 import { type Pool, schema, via } from "../db.ts";
+import { requeue } from "../desk.ts";
 import { outputsOf, readFile, writeFile } from "../files.ts";
 import { PayloadError } from "../jobs/kind.ts";
 import { sweepFolders } from "../jobs/process.ts";
+import { run } from "../jobs/run.ts";
 import * as queue from "../queue.ts";
 import { databaseTest as test } from "./database.ts";
 import { drainForTest, enqueue, enqueueMany, kinds, service } from "./kinds.ts";
@@ -269,6 +271,29 @@ test("paid work is sent once: intent first, then its id, and a saved id is resum
   await drainForTest(sql);
   assertEquals((await queue.get(sql, [second]))[0].result, { collected: "request-from-before" });
   assertEquals(service.charges, 1);
+});
+
+test("paid work whose id comes before it is sent once more is not sent once more", async (sql) => {
+  Object.assign(service, { mood: "fine", sent: new Map(), charges: 0 });
+  const { id } = await enqueue(sql, "charge", {});
+  const worker = await queue.register(sql, { role: "worker", name: "test", version: "0" });
+  const claim = async () => {
+    const options = { worker, kinds: ["charge"], most: 1, leaseS: 60, token: crypto.randomUUID() };
+    return (await queue.claim(sql, { queue: "default", claim: "skip_locked" }, options))[0];
+  };
+  const { key } = (await queue.intend(sql, worker, await claim()))!;
+  await sql`update ${sql(schema)}.jobs set lease_until = now() - interval '1 s'`;
+  await queue.recover(sql);
+  await requeue(sql, id);
+  const job = await claim();
+  assertEquals(job.request_id, null);
+  assert(await queue.saveRequest(sql, key!, "request-late"));
+  const runner = { db: via(sql), files: via(sql), worker, kinds, maxFileBytes: 100 };
+  const outcome = await run(runner, job, new AbortController().signal);
+  assertEquals(outcome, {
+    ...{ id, attempt: 2, outcome: "done", result: { collected: "request-late" }, next: [] },
+  } as queue.Outcome);
+  assertEquals(service.charges, 0);
 });
 
 test("paid work that was refused is tried again with its key; what may be charged waits in review", async (sql) => {

@@ -230,6 +230,18 @@ test("what may have been sent is never failed, cancelled or given back by its wo
   }
 });
 
+test("a worker that gave up on its request, whose id came meanwhile, has it resumed", async (sql) => {
+  const worker = await aWorker(sql);
+  const [entry] = await queue.enqueue(sql, [{ kind: "charge" }]);
+  const [job] = await claimNext(sql, worker);
+  const { key } = (await queue.intend(sql, worker, job))!;
+  await queue.saveRequest(sql, key!, "r1");
+  const outcome = { id: job.id, attempt: 1, outcome: "review", error: "not known" } as const;
+  assertEquals(await queue.settle(sql, worker, [outcome]), [job.id]);
+  assertEquals((await stateOf(sql, entry)).status, "queued");
+  assertEquals((await claimNext(sql, worker))[0].request_id, "r1");
+});
+
 test("a request that is saved is resumed after a crash, but not for ever", async (sql) => {
   const [entry] = await queue.enqueue(sql, [{ kind: "charge" }]);
   await sql`update ${jobsTable(sql)} set request_key = gen_random_uuid(), sent_at = now(),
