@@ -12,7 +12,7 @@
 import { mkdir } from "node:fs/promises";
 import { basename, join } from "node:path";
 import * as config from "../config.ts";
-import { connect, pause, type Pool, via } from "../db.ts";
+import { Database, pause } from "../db.ts";
 import { outputsOf, readFile, writeFile } from "../files.ts";
 import { kinds } from "../jobs.ts";
 import { checkPayload, PayloadError } from "../jobs/kind.ts";
@@ -27,10 +27,11 @@ const program = {
   usage: "KIND [flags]",
   example: `deno task enqueue transcribe --file song.wav --payload '{"title": "Song"}' --wait`,
 };
-const { databaseUrl, prepare, maxFileBytes } = config.settings;
+const { databaseUrl, prepare, statementLimitMs, maxFileBytes } = config.settings;
 const spec = {
   databaseUrl,
   prepare,
+  statementLimitMs,
   maxFileBytes,
   payload: config.flag(config.text("the job's payload, a JSON object")),
   file: config.many("an input file; may be given several times"),
@@ -67,21 +68,22 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
     );
   }
 
-  const sql = connect(url, { max: 2, name: "siding enqueue", prepare: settings.prepare });
+  const options = { max: 2, name: "siding enqueue", prepare: settings.prepare };
+  const db = new Database(url, options, settings.statementLimitMs);
   try {
     const files: string[] = [];
     for (const path of settings.file) {
       const content = (await Deno.open(path)).readable;
-      files.push((await writeFile(via(sql), basename(path), content, settings.maxFileBytes)).id);
+      files.push((await writeFile(db, basename(path), content, settings.maxFileBytes)).id);
     }
-    const [entry] = await enqueue(sql, [{ ...job, files }]);
+    const [entry] = await db.run((sql) => enqueue(sql, [{ ...job, files }]));
     if (!settings.wait) {
       console.log(settings.json ? JSON.stringify(entry) : entry.id);
       return 0;
     }
-    return await follow(sql, entry, settings, signal);
+    return await follow(db, entry, settings, signal);
   } finally {
-    await sql.end({ timeout: 1 });
+    await db.close();
   }
 }
 
@@ -125,7 +127,7 @@ async function sizeOf(path: string): Promise<number> {
 
 /** Shows the job's stages on one line of a terminal, or a line each elsewhere, until it is final. */
 async function follow(
-  sql: Pool,
+  db: Database,
   entry: Enqueued,
   settings: Settings,
   signal: AbortSignal,
@@ -135,13 +137,13 @@ async function follow(
     Deno.stderr.writeSync(new TextEncoder().encode(terminal ? `\r\x1b[K${line}` : `${line}\n`));
   let last = "";
   while (!signal.aborted) {
-    const [job] = await get(sql, [entry.id]);
+    const [job] = await db.run((sql) => get(sql, [entry.id]));
     if (!job) throw new Error(`job ${entry.id} is gone`);
     const line = describe(job);
     if (line !== last) say(last = line);
     if (["done", "failed", "cancelled", "review"].includes(job.status)) {
       if (terminal) say("");
-      return await conclude(sql, entry, job, settings);
+      return await conclude(db, entry, job, settings);
     }
     await pause(POLL_MS, signal);
   }
@@ -156,13 +158,13 @@ function describe(job: JobView): string {
 }
 
 /** Writes the output files and prints how the job ended. */
-async function conclude(sql: Pool, entry: Enqueued, job: JobView, settings: Settings) {
+async function conclude(db: Database, entry: Enqueued, job: JobView, settings: Settings) {
   const folder = settings.out ?? `job-${job.id}`;
   const files = [];
-  for (const file of await outputsOf(via(sql), job.id)) {
+  for (const file of await outputsOf(db, job.id)) {
     await mkdir(folder, { recursive: true });
     const path = join(folder, file.name);
-    await Deno.writeFile(path, readFile(via(sql), file));
+    await Deno.writeFile(path, readFile(db, file));
     files.push({ ...file, path });
   }
   const { status, result, error } = job;
