@@ -6,7 +6,7 @@
  * with a message that names that state.
  */
 import { schema, type Sql } from "./db.ts";
-import { claimedColumns, type Job, type JobView, list, names, Refused, refusing } from "./queue.ts";
+import { type JobView, list, names, Refused, refusing } from "./queue.ts";
 
 /** A job in review. */
 export interface Review extends Pick<JobView, "id" | "queue" | "kind" | "owner" | "payload"> {
@@ -82,21 +82,4 @@ export async function retry(sql: Sql, filter: RetryFilter, most = 100): Promise<
       ${ids ? names(ids) : null}::bigint[], ${kind ?? null}, ${error ?? null},
       ${since?.toISOString() ?? null}::timestamptz, ${until?.toISOString() ?? null}::timestamptz,
       ${most}, ${payAgain})`));
-}
-
-/** Jobs in review whose service is to be asked for their request now: each at most every `everyS`. */
-export async function toLookUp(
-  sql: Sql,
-  kinds: readonly string[],
-  everyS: number,
-  most = 20,
-): Promise<Job[]> {
-  return await list(sql<Job[]>`
-    select ${sql.unsafe(claimedColumns)}
-    from ${sql(schema)}.to_look_up(${names(kinds)}::text[], ${most}, ${everyS}) j`);
-}
-
-/** Notes what came of asking a service for a request, for people to read. */
-export async function noteLookUp(sql: Sql, key: string, what: string): Promise<void> {
-  await sql`update ${sql(schema)}.requests set look_up = ${what} where key = ${key}`;
 }

@@ -435,67 +435,6 @@ export async function sweep(sql: Sql, retentionS: number, fileGraceS: number, mo
   return counts;
 }
 
-/** What {@linkcode intend} found: `left_s`: for how long the job is surely the worker's. */
-export interface Intent {
-  /** One for the job's life; null: it is to be cancelled, or its lease has run out. */
-  key: string | null;
-  /** The request's id, if it has come meanwhile. */
-  request_id: string | null;
-  left_s: number;
-  cancel: boolean;
-}
-
-/** Stores, before a paid request is sent, that it will be (I7). Null: it is somebody else's job. */
-export async function intend(sql: Sql, worker: string, job: Claimed): Promise<Intent | null> {
-  const [intent] = await sql<Intent[]>`
-    select * from ${s(sql)}.intend(${worker}, ${job.id}, ${job.attempt})`;
-  return intent ?? null;
-}
-
-/**
- * Stores a paid request's id, by its key and whoever has the job by now: the one write that is not
- * fenced, from null to an id only. A job that waits in review for it goes back in line, to resume.
- *
- * @returns false when there is no request with this key, or it has another id
- */
-export async function saveRequest(sql: Sql, key: string, requestId: string): Promise<boolean> {
-  const [{ saved }] = await sql`select ${s(sql)}.save_request(${key}, ${requestId}) as saved`;
-  return saved;
-}
-
-/** What a process says of itself; see the table processes. */
-export interface Registration {
-  role: "worker" | "controller" | "web";
-  pool?: string;
-  name: string;
-  version: string;
-  /** Null: every queue. */
-  queues?: readonly string[] | null;
-  kinds?: readonly string[];
-  knownKinds?: readonly string[];
-  /** Those of its kinds whose jobs end with it, since they run in its own process. */
-  inlineKinds?: readonly string[];
-  concurrency?: number;
-}
-
-/** Adds this boot of a process. @returns its boot_id, by which its jobs and its row are known */
-export async function register(sql: Sql, it: Registration): Promise<string> {
-  const bootId = crypto.randomUUID();
-  await sql`
-    insert into ${s(sql)}.processes
-      (boot_id, role, pool, name, version, queues, kinds, known_kinds, inline_kinds, concurrency)
-    values (${bootId}, ${it.role}, ${it.pool ?? "default"}, ${it.name}, ${it.version},
-      ${it.queues ? names(it.queues) : null}::text[], ${names(it.kinds ?? [])}::text[],
-      ${names(it.knownKinds ?? [])}::text[], ${names(it.inlineKinds ?? [])}::text[],
-      ${it.concurrency ?? 1})`;
-  return bootId;
-}
-
-/** Removes a process that stops. */
-export async function deregister(sql: Sql, bootId: string): Promise<void> {
-  await sql`delete from ${s(sql)}.processes where boot_id = ${bootId}`;
-}
-
 /** The unfinished jobs of a kind in a queue. */
 export interface Count {
   queue: string;

@@ -18,18 +18,18 @@
  * Exit codes: 0 done; 1 refused, or failed; 2 usage; 3 the database could not be reached.
  */
 import * as config from "./config.ts";
-import { fold } from "./credits.ts";
 import { checkSchema, Database, isTransient, pause } from "./db.ts";
 import * as desk from "./desk.ts";
 import { loadKinds } from "./jobs/kind.ts";
 import { lookUpReviews } from "./jobs/paid.ts";
 import * as queue from "./queue.ts";
+import { foldCredits, promoteDue, takeBack, tidyUp } from "./upkeep.ts";
 
 /** Rows at a time, and how many times at the most, of everything that comes in batches. */
 const BATCH = 1000;
 const MAX_BATCHES = 1000;
-/** How often the watch may begin anew before the database counts as away. */
-const MAX_WATCHES = 10;
+/** Unanswered questions after which the database counts as away: ten minutes of them, about. */
+const MAX_BREAKS = 200;
 
 const program = {
   name: "recover",
@@ -176,21 +176,12 @@ async function retry(db: Database, ids: string[], settings: Settings): Promise<D
 
 async function pass(db: Database, settings: Settings, signal: AbortSignal): Promise<Done> {
   const kinds = await loadKinds(settings.jobs);
-  const promoted = await inBatches(() => db.run((sql) => queue.promote(sql, BATCH)));
+  const promoted = await promoteDue(db);
   const items = await recover(db, settings, signal);
   const resumed = await lookUpReviews(db, kinds, 0);
   const silentS = 3 * settings.heartbeatMs / 1000;
-  const unknown = await db.run((sql) =>
-    queue.failUnknownKinds(sql, settings.unknownKindS, silentS, BATCH)
-  );
-  const removed = { jobs: 0, files: 0, processes: 0 };
-  await inBatches(async () => {
-    const { retentionS, fileGraceS } = settings;
-    const gone = await db.run((sql) => queue.sweep(sql, retentionS, fileGraceS, BATCH));
-    for (const what of ["jobs", "files", "processes"] as const) removed[what] += gone[what];
-    return Math.max(gone.jobs, gone.files);
-  });
-  await inBatches(() => db.run((sql) => fold(sql, BATCH)));
+  const { unknown, removed } = await tidyUp(db, { ...settings, silentS });
+  await foldCredits(db);
   const inReview = (await db.run((sql) => desk.reviews(sql, BATCH))).length;
   return {
     text: [
@@ -206,17 +197,6 @@ async function pass(db: Database, settings: Settings, signal: AbortSignal): Prom
   };
 }
 
-/** Repeats a step that says how many rows it had, while it had a full batch. @returns all of them */
-async function inBatches(step: () => Promise<number>): Promise<number> {
-  let all = 0;
-  for (let batch = 0; batch < MAX_BATCHES; batch++) {
-    const n = await step();
-    all += n;
-    if (n < BATCH) break;
-  }
-  return all;
-}
-
 /** Takes back what silent workers left, once the database was watched without a break. */
 async function recover(
   db: Database,
@@ -225,34 +205,31 @@ async function recover(
 ): Promise<queue.Recovered[]> {
   if (await db.run((sql) => queue.expired(sql)) === 0) return [];
   await watch(db, settings.heartbeatMs, signal);
-  const items: queue.Recovered[] = [];
-  await inBatches(async () => {
-    const some = await db.run((sql) => queue.recover(sql, BATCH, settings.maxCrashes));
-    items.push(...some);
-    return some.length;
-  });
-  return items;
+  return await takeBack(db, settings.maxCrashes);
 }
 
 /** Resolves when the database has answered for three heartbeats without a break. */
 async function watch(db: Database, heartbeatMs: number, signal: AbortSignal): Promise<void> {
   const say = (line: string) => Deno.stderr.writeSync(new TextEncoder().encode(`${line}\n`));
-  for (let round = 1;; round++) {
-    say(
-      `the leases of some jobs have run out: watching the database for ${3 * heartbeatMs / 1000} s`,
-    );
+  const wantedMs = 3 * heartbeatMs;
+  say(`the leases of some jobs have run out: watching the database for ${wantedMs / 1000} s`);
+  let [sinceMs, lastMs] = [performance.now(), performance.now()];
+  for (let breaks = 0; lastMs - sinceMs < wantedMs;) {
+    await pause(heartbeatMs / 5, signal);
+    signal.throwIfAborted();
     try {
-      const endMs = performance.now() + 3 * heartbeatMs;
-      while (performance.now() < endMs) {
-        await pause(heartbeatMs / 5, signal);
-        signal.throwIfAborted();
-        await db.run((sql) => sql`select 1`, heartbeatMs);
-      }
-      return;
+      await db.run((sql) => sql`select 1`, heartbeatMs);
     } catch (error) {
-      if (signal.aborted || !isTransient(error) || round === MAX_WATCHES) throw error;
-      say("the database was away for a moment");
+      if (!isTransient(error) || ++breaks === MAX_BREAKS) throw error;
+      if (sinceMs < Infinity) say("the database was away for a moment: watching anew");
+      sinceMs = Infinity;
+      continue;
     }
+    const nowMs = performance.now();
+    // This process was frozen: that is a break too.
+    if (nowMs - lastMs > wantedMs) sinceMs = Infinity;
+    lastMs = nowMs;
+    sinceMs = Math.min(sinceMs, nowMs);
   }
 }
 

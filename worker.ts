@@ -19,14 +19,15 @@
  */
 import { hostname } from "node:os";
 import * as config from "./config.ts";
-import { fold } from "./credits.ts";
 import { checkSchema, codeOf, Database, describe, isDisconnect, patient, pause } from "./db.ts";
 import { type Kinds, loadKinds, Stop } from "./jobs/kind.ts";
 import { sweepFolders } from "./jobs/process.ts";
 import { lookUpReviews } from "./jobs/paid.ts";
 import { type Runner, runToEnd } from "./jobs/run.ts";
 import { clocks, Leases } from "./lease.ts";
+import * as processes from "./processes.ts";
 import * as queue from "./queue.ts";
+import { foldCredits, promoteDue, takeBack, tidyUp } from "./upkeep.ts";
 
 const log = config.logger("worker");
 
@@ -34,10 +35,8 @@ const log = config.logger("worker");
 const GIVE_BACK_MS = 10_000;
 /** How long a starting worker waits for the database. */
 const START_MS = 30_000;
-/** The leader sweeps at every so many recoveries, so every five minutes: so many rows at a time, so often. */
+/** The leader sweeps at every so many recoveries, so every five minutes. */
 const PASSES_A_SWEEP = 10;
-const SWEEP = 1000;
-const MAX_SWEEPS = 100;
 
 const program = {
   name: "worker",
@@ -60,8 +59,6 @@ interface Worker {
   roomMade: AbortController;
   /** Queues whose claim came back empty or failed: how often in a row, and until when to leave them. */
   misses: Map<string, { count: number; untilMs: number }>;
-  /** Passes of tidy(). */
-  passes: number;
   /** Aborted when what is left to write has no more time. */
   hurry: AbortController;
 }
@@ -82,11 +79,12 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   }
   const { leases, db, files } = worker;
   const over = new AbortController();
+  let passes = 0;
   const watchdog = startWatchdog(worker.settings.leaseS);
   const loops = [
     config.repeat("heartbeat", () => leases.beat(), over.signal, () => leases.urgent),
     config.repeat("watch", () => (watchdog.postMessage({}), leases.watch()), over.signal),
-    config.repeat("recovery", () => tidy(worker), over.signal),
+    config.repeat("recovery", () => tidy(worker, passes++), over.signal),
   ];
   const dead = leases.dead.signal;
   const noMore = AbortSignal.any([signal, dead]);
@@ -104,7 +102,7 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   over.abort();
   await Promise.all(loops);
   if (!dead.aborted) {
-    await leases.db.run((sql) => queue.deregister(sql, leases.bootId), 2000).catch(() => {});
+    await leases.db.run((sql) => processes.deregister(sql, leases.bootId), 2000).catch(() => {});
   }
   await Promise.all([db.close(), files.close(), leases.db.close()]);
   log.info(dead.aborted ? `ended: ${dead.reason.message}` : "stopped");
@@ -147,7 +145,7 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
   const behind = await start.run(checkSchema);
   if (behind > 0) log.warn("the database is {behind} migrations behind this code", { behind });
   const bootId = await start.run((sql) =>
-    queue.register(sql, {
+    processes.register(sql, {
       role: "worker",
       name,
       version: config.VERSION,
@@ -168,7 +166,6 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
     leases: new Leases(pulse, bootId, settings.heartbeatMs, settings.leaseS, settings.stallS),
     roomMade: new AbortController(),
     misses: new Map(),
-    passes: 0,
     hurry: new AbortController(),
   };
 }
@@ -260,31 +257,22 @@ function start(worker: Worker, job: queue.Job, sent: ReturnType<typeof clocks>):
 }
 
 /** Takes back what silent workers left, folds credits; the leader removes what is no longer needed. */
-async function tidy(worker: Worker): Promise<number> {
-  const { settings, db, leases } = worker;
+async function tidy({ settings, db, kinds, leases }: Worker, pass: number): Promise<number> {
   if (!leases.inTouch()) return Math.min(settings.recoverMs, settings.heartbeatMs);
-  for (const job of await db.run((sql) => queue.recover(sql, 100, settings.maxCrashes))) {
+  for (const job of await takeBack(db, settings.maxCrashes)) {
     log.warn("recovered job {id} {kind}: {status}", { ...job });
   }
-  await db.run((sql) => queue.promote(sql));
+  await promoteDue(db);
   if (leases.leader) {
-    for (const id of await lookUpReviews(db, worker.kinds, settings.lookUpS)) {
+    for (const id of await lookUpReviews(db, kinds, settings.lookUpS)) {
       log.warn("job {id}: its service has its request, from which it goes on", { id });
     }
   }
-  if (leases.leader && worker.passes++ % PASSES_A_SWEEP === 0) {
-    const unknown = await db.run((sql) =>
-      queue.failUnknownKinds(sql, settings.unknownKindS, leases.silentS)
-    );
+  if (leases.leader && pass % PASSES_A_SWEEP === 0) {
+    const { unknown } = await tidyUp(db, { ...settings, silentS: leases.silentS });
     for (const job of unknown) log.warn("job {id}: unknown kind {kind}", { ...job });
-    for (let batch = 0; batch < MAX_SWEEPS; batch++) {
-      const { retentionS, fileGraceS } = settings;
-      const gone = await db.run((sql) => queue.sweep(sql, retentionS, fileGraceS, SWEEP));
-      if (gone.jobs < SWEEP && gone.files < SWEEP) break;
-    }
   }
-  // Balances are right without it: the rest, or what a locked account has, can wait for the next pass.
-  for (let i = 0; i < MAX_SWEEPS && await db.run((sql) => fold(sql, SWEEP)) === SWEEP; i++);
+  await foldCredits(db);
   return settings.recoverMs;
 }
 

@@ -8,9 +8,9 @@
  */
 import { logger } from "../config.ts";
 import { describe, patient, type Via } from "../db.ts";
-import { noteLookUp, toLookUp } from "../desk.ts";
 import { clocks, sinceMs } from "../lease.ts";
-import { intend, type Job, saveRequest } from "../queue.ts";
+import type { Job } from "../queue.ts";
+import { intend, noteLookUp, saveRequest, toLookUp } from "../requests.ts";
 import {
   ABANDON_MS,
   type Context,

@@ -1,6 +1,7 @@
 /** The enqueue of a table of kinds, which knows each kind's payload; and running jobs in a test. */
 import type { z } from "zod";
 import { type Pool, type Sql, via } from "../db.ts";
+import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
 import { checkPayload, type Kinds } from "./kind.ts";
 import { record, run } from "./run.ts";
@@ -62,7 +63,7 @@ const MAX_EMPTY = 100;
 async function drain(sql: Pool, kinds: Kinds, most: number): Promise<Drained[]> {
   const db = via(sql);
   const names = Object.keys(kinds);
-  const worker = await queue.register(sql, {
+  const worker = await processes.register(sql, {
     role: "worker",
     name: "drainForTest",
     version: "test",
@@ -90,6 +91,6 @@ async function drain(sql: Pool, kinds: Kinds, most: number): Promise<Drained[]> 
       }
     }
   } finally {
-    await queue.deregister(sql, worker);
+    await processes.deregister(sql, worker);
   }
 }

@@ -1,6 +1,7 @@
 /** I1: a job is running under at most one worker and attempt, whichever way its queue is claimed. */
 import { assert, assertEquals, assertRejects } from "@std/assert";
 import { connect, type Pool, schema } from "../db.ts";
+import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
 import { testDatabase } from "./database.ts";
 
@@ -29,7 +30,12 @@ function test(
       await queue.setQueue(sql, "q", settings);
       const claimers = await Promise.all(pools.map(async (pool, index) => ({
         sql: pool,
-        id: await queue.register(pool, { role: "worker", name: `${index}`, version: "0", kinds }),
+        id: await processes.register(pool, {
+          role: "worker",
+          name: `${index}`,
+          version: "0",
+          kinds,
+        }),
       })));
       await body(claimers, sql);
     } finally {

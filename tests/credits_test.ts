@@ -3,7 +3,9 @@ import { assert, assertEquals, assertRejects } from "@std/assert";
 import { audit, balance, deposit, fold } from "../credits.ts";
 import { codeOf, connect, type Pool, schema, type Sql, via } from "../db.ts";
 import { record } from "../jobs/run.ts";
+import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
+import * as requests from "../requests.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
 import { startScript } from "./processes.ts";
 
@@ -13,7 +15,7 @@ const ledgerTable = (sql: Sql) => sql`${sql(schema)}.ledger`;
 const accountsTable = (sql: Sql) => sql`${sql(schema)}.accounts`;
 
 async function aWorker(sql: Pool): Promise<string> {
-  return await queue.register(sql, {
+  return await processes.register(sql, {
     role: "worker",
     name: "test",
     version: "0",
@@ -136,12 +138,12 @@ const ends: [string, number[], (sql: Pool, worker: string, job: queue.Job) => Pr
     }],
     ["put in review holds", [12, 8, 0], async (sql, worker, job) => {
       const { id, attempt } = job;
-      await queue.intend(sql, worker, job);
+      await requests.intend(sql, worker, job);
       await queue.settle(sql, worker, [{ id, attempt, outcome: "review", error: "not known" }]);
     }],
     ["put in review and failed there releases", [20, 0, 0], async (sql, worker, job) => {
       const { id, attempt } = job;
-      await queue.intend(sql, worker, job);
+      await requests.intend(sql, worker, job);
       await queue.settle(sql, worker, [{ id, attempt, outcome: "review", error: "not known" }]);
       await sql`update ${jobsTable(sql)} set status = 'failed', finished_at = now(),
         error = 'never came' where id = ${id}`;
@@ -771,7 +773,7 @@ async function claimAndSettle(
     const dice = below(actor, 12);
     if (dice === 0) continue; // left to its lease
     if (dice === 1) {
-      if ((await queue.intend(sql, worker, { id, attempt }))?.key) {
+      if ((await requests.intend(sql, worker, { id, attempt }))?.key) {
         outcomes.push({ id, attempt, outcome: "review", error: "not known" });
       }
     } else if (dice === 2) outcomes.push({ id, attempt, outcome: "snoozed", delay_s: 0 });

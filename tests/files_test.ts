@@ -10,12 +10,13 @@ import {
   readFile,
   writeFile,
 } from "../files.ts";
+import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
 import { databaseTest as test } from "./database.ts";
 
 const kinds = ["a"];
 const worker = (sql: Pool) =>
-  queue.register(sql, { role: "worker", name: "t", version: "0", kinds });
+  processes.register(sql, { role: "worker", name: "t", version: "0", kinds });
 
 async function claimOne(sql: Pool, worker: string, leaseS = 60): Promise<queue.Job> {
   const options = { worker, kinds, most: 1, leaseS, token: crypto.randomUUID() };

@@ -6,7 +6,9 @@ import { outputsOf, readFile, writeFile } from "../files.ts";
 import { PayloadError } from "../jobs/kind.ts";
 import { sweepFolders } from "../jobs/process.ts";
 import { run } from "../jobs/run.ts";
+import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
+import * as requests from "../requests.ts";
 import { databaseTest as test } from "./database.ts";
 import { drainForTest, enqueue, enqueueMany, kinds, service } from "./kinds.ts";
 
@@ -276,18 +278,18 @@ test("paid work is sent once: intent first, then its id, and a saved id is resum
 test("paid work whose id comes before it is sent once more is not sent once more", async (sql) => {
   Object.assign(service, { mood: "fine", sent: new Map(), charges: 0 });
   const { id } = await enqueue(sql, "charge", {});
-  const worker = await queue.register(sql, { role: "worker", name: "test", version: "0" });
+  const worker = await processes.register(sql, { role: "worker", name: "test", version: "0" });
   const claim = async () => {
     const options = { worker, kinds: ["charge"], most: 1, leaseS: 60, token: crypto.randomUUID() };
     return (await queue.claim(sql, { queue: "default", claim: "skip_locked" }, options))[0];
   };
-  const { key } = (await queue.intend(sql, worker, await claim()))!;
+  const { key } = (await requests.intend(sql, worker, await claim()))!;
   await sql`update ${sql(schema)}.jobs set lease_until = now() - interval '1 s'`;
   await queue.recover(sql);
   await requeue(sql, id);
   const job = await claim();
   assertEquals(job.request_id, null);
-  assert(await queue.saveRequest(sql, key!, "request-late"));
+  assert(await requests.saveRequest(sql, key!, "request-late"));
   const runner = { db: via(sql), files: via(sql), worker, kinds, maxFileBytes: 100 };
   const outcome = await run(runner, job, new AbortController().signal);
   assertEquals(outcome, {
@@ -332,9 +334,9 @@ test("paid work that was refused is tried again with its key; what may be charge
   const [{ request_key }] = await sql`select request_key from ${
     sql(schema)
   }.jobs where id = ${uncertain}`;
-  assert(await queue.saveRequest(sql, request_key, "request-late"));
+  assert(await requests.saveRequest(sql, request_key, "request-late"));
   assertEquals(
-    await queue.saveRequest(sql, request_key, "another"),
+    await requests.saveRequest(sql, request_key, "another"),
     false,
     "from null to an id only",
   );

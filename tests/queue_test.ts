@@ -1,14 +1,16 @@
 /** The queue's statements, one by one and against each other. */
 import { assert, assertEquals, assertRejects } from "@std/assert";
 import { connect, type Pool, schema, type Sql, withQueueLock } from "../db.ts";
+import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
+import * as requests from "../requests.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
 
 const kinds = ["a", "b"];
 const jobsTable = (sql: Pool) => sql`${sql(schema)}.jobs`;
 
 async function aWorker(sql: Pool): Promise<string> {
-  return await queue.register(sql, {
+  return await processes.register(sql, {
     role: "worker",
     name: "test",
     version: "0",
@@ -479,7 +481,7 @@ test("a write of a worker that lost its job matches nothing, whatever it writes"
       const end = { id, attempt, outcome, delay_s: 1, error: "stale" } as queue.Outcome;
       assertEquals(await queue.settle(sql, who, [end]), []);
     }
-    assertEquals(await queue.intend(sql, who, { id, attempt }), null);
+    assertEquals(await requests.intend(sql, who, { id, attempt }), null);
     const named = [{ id, attempt, stage: "stale", progress: 1 }];
     assertEquals((await queue.heartbeat(sql, who, named, 60, 45)).beats[0].state, "lost");
   }
@@ -669,7 +671,12 @@ test("a job claimed by a call whose reply was lost is a stray of the next heartb
 test("the leader is the lowest process of its role and pool that was seen of late", async (sql) => {
   const one = await aWorker(sql);
   const two = await aWorker(sql);
-  const other = await queue.register(sql, { role: "worker", pool: "gpu", name: "t", version: "0" });
+  const other = await processes.register(sql, {
+    role: "worker",
+    pool: "gpu",
+    name: "t",
+    version: "0",
+  });
   const isLeader = async (id: string) => {
     const [row] = await sql`select ${sql(schema)}.is_leader(${id}, 45) as yes`;
     return row.yes;
@@ -686,7 +693,7 @@ test("the leader is the lowest process of its role and pool that was seen of lat
   assertEquals(await isLeader(two), true);
   await queue.heartbeat(sql, one, [], 60, 45);
   assertEquals(await leaders(), [true, false, true]);
-  await queue.deregister(sql, one);
+  await processes.deregister(sql, one);
   assertEquals(await leaders(), [false, true, true]);
   assertEquals((await queue.heartbeat(sql, one, [], 60, 45)).alive, false);
 });
@@ -700,7 +707,7 @@ test("jobs of a kind that no live worker's code knows fail after the grace, othe
   await queue.setQueue(sql, "unworked");
   await sql`update ${jobsTable(sql)} set queue = 'unworked' where id = ${elsewhere.id}`;
   assertEquals(await queue.failUnknownKinds(sql, 0, 45), [], "no worker at all");
-  await queue.register(sql, {
+  await processes.register(sql, {
     role: "worker",
     name: "t",
     version: "0",

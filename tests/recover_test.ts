@@ -4,7 +4,9 @@ import { type Pool, schema, via } from "../db.ts";
 import * as desk from "../desk.ts";
 import { inputsOf, writeFile } from "../files.ts";
 import { lookUpReviews } from "../jobs/paid.ts";
+import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
+import * as requests from "../requests.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
 import { kinds as testKinds, service } from "./kinds.ts";
 import { runScript, startScript } from "./processes.ts";
@@ -15,7 +17,7 @@ const jobsTable = (sql: Pool) => sql`${sql(schema)}.jobs`;
 
 /** A worker whose jobs of kind `a` run in its own process. */
 const aWorker = (sql: Pool) =>
-  queue.register(sql, {
+  processes.register(sql, {
     role: "worker",
     name: "test",
     version: "0",
@@ -46,7 +48,7 @@ async function aReview(sql: Pool, job: Partial<queue.NewJob> = {}) {
   const worker = await aWorker(sql);
   const [entry] = await queue.enqueue(sql, [{ kind: "charge", priority: 99, ...job }]);
   const [claimed] = await claimNext(sql, worker);
-  const { key } = (await queue.intend(sql, worker, claimed))!;
+  const { key } = (await requests.intend(sql, worker, claimed))!;
   await runOut(sql);
   assertEquals((await queue.recover(sql))[0], {
     id: entry.id,
@@ -147,41 +149,41 @@ test("one key for a job's life, whoever sends it; no key without the lease, nor 
   const worker = await aWorker(sql);
   const [entry] = await queue.enqueue(sql, [{ kind: "charge" }]);
   const [job] = await claimNext(sql, worker);
-  const first = (await queue.intend(sql, worker, job))!;
+  const first = (await requests.intend(sql, worker, job))!;
   assert(first.key && first.left_s > 50 && first.left_s <= 60, JSON.stringify(first));
-  assertEquals((await queue.intend(sql, worker, job))!.key, first.key);
+  assertEquals((await requests.intend(sql, worker, job))!.key, first.key);
   await assertRejects(() => queue.cancel(sql, entry.id), queue.Refused, "is running");
-  assertEquals(await queue.intend(sql, crypto.randomUUID(), job), null);
-  assertEquals(await queue.intend(sql, worker, { ...job, attempt: 2 }), null);
+  assertEquals(await requests.intend(sql, crypto.randomUUID(), job), null);
+  assertEquals(await requests.intend(sql, worker, { ...job, attempt: 2 }), null);
 
   const unsent = { id: job.id, attempt: 1, outcome: "failed", error: "closed", unsent: true };
   await queue.settle(sql, worker, [{ ...unsent, delay_s: 0 } as queue.Outcome]);
   assertEquals((await requestOf(sql, entry)).sent, false);
   await queue.promote(sql);
   const [again] = await claimNext(sql, worker, { leaseS: 0 });
-  const late = (await queue.intend(sql, worker, again))!;
+  const late = (await requests.intend(sql, worker, again))!;
   assertEquals([late.key, late.left_s <= 0], [null, true]);
   assertEquals((await requestOf(sql, entry)).sent, false);
   await sql`update ${jobsTable(sql)} set lease_until = now() + interval '60 s'`;
-  assertEquals((await queue.intend(sql, worker, again))!.key, first.key);
+  assertEquals((await requests.intend(sql, worker, again))!.key, first.key);
 
   await queue.settle(sql, worker, [{ ...unsent, attempt: 2, delay_s: 0 } as queue.Outcome]);
   await queue.promote(sql);
   const [third] = await claimNext(sql, worker);
   assertEquals(await queue.cancel(sql, entry.id), "running");
-  const cancelled = (await queue.intend(sql, worker, third))!;
+  const cancelled = (await requests.intend(sql, worker, third))!;
   assertEquals([cancelled.key, cancelled.cancel], [null, true]);
 });
 
 test("a late id is saved whoever has the job by then, and is resumed instead of sent again", async (sql) => {
   // In review: it goes back in line, in its place.
   const waits = await aReview(sql);
-  assert(await queue.saveRequest(sql, waits.key, "r1"));
-  assert(await queue.saveRequest(sql, waits.key, "r1"), "a reply was lost");
-  assertEquals(await queue.saveRequest(sql, waits.key, "r2"), false, "from null to an id only");
+  assert(await requests.saveRequest(sql, waits.key, "r1"));
+  assert(await requests.saveRequest(sql, waits.key, "r1"), "a reply was lost");
+  assertEquals(await requests.saveRequest(sql, waits.key, "r2"), false, "from null to an id only");
   const [resumed] = await claimNext(sql, waits.worker);
   assertEquals([resumed.id, resumed.request_id, resumed.request_key], [waits.id, "r1", waits.key]);
-  assertEquals((await queue.intend(sql, waits.worker, resumed))!.request_id, "r1");
+  assertEquals((await requests.intend(sql, waits.worker, resumed))!.request_id, "r1");
   await queue.finish(sql, waits.worker, resumed, 1);
 
   // Sent back in line by a person, and running again: whoever is about to send it hears of the id.
@@ -190,15 +192,15 @@ test("a late id is saved whoever has the job by then, and is resumed instead of 
   const other = await aWorker(sql);
   const [second] = await claimNext(sql, other);
   assertEquals([second.id, second.request_id], [again.id, null]);
-  assert(await queue.saveRequest(sql, again.key, "r3"));
-  const heard = (await queue.intend(sql, other, second))!;
+  assert(await requests.saveRequest(sql, again.key, "r3"));
+  const heard = (await requests.intend(sql, other, second))!;
   assertEquals([heard.request_id, heard.key], ["r3", again.key]);
   await queue.finish(sql, other, second, 1);
 
   // Failed by a person: it stays failed, and the id is kept, also when the job is long gone.
   const failed = await aReview(sql);
   await desk.failReview(sql, failed.id, "nobody knows");
-  assert(await queue.saveRequest(sql, failed.key, "r4"));
+  assert(await requests.saveRequest(sql, failed.key, "r4"));
   assertEquals((await stateOf(sql, failed)).status, "failed");
   await sql`update ${jobsTable(sql)} set finished_at = now() - interval '2 s'`;
   assertEquals((await queue.sweep(sql, 1, 60)).jobs, 3);
@@ -207,9 +209,9 @@ test("a late id is saved whoever has the job by then, and is resumed instead of 
   await desk.failReview(sql, gone.id, "nobody knows");
   await sql`update ${jobsTable(sql)} set finished_at = now() - interval '2 s'`;
   await queue.sweep(sql, 1, 60);
-  assert(await queue.saveRequest(sql, gone.key, "r5"));
+  assert(await requests.saveRequest(sql, gone.key, "r5"));
   assertEquals((await requestOf(sql, gone)).request_id, "r5");
-  assertEquals(await queue.saveRequest(sql, crypto.randomUUID(), "r6"), false);
+  assertEquals(await requests.saveRequest(sql, crypto.randomUUID(), "r6"), false);
 });
 
 test("what may have been sent is never failed, cancelled or given back by its worker: it waits in review", async (sql) => {
@@ -224,7 +226,7 @@ test("what may have been sent is never failed, cancelled or given back by its wo
     const worker = await aWorker(sql);
     const [entry] = await queue.enqueue(sql, [{ kind: "charge" }]);
     const [job] = await claimNext(sql, worker);
-    await queue.intend(sql, worker, job);
+    await requests.intend(sql, worker, job);
     await queue.settle(sql, worker, [{ id: job.id, attempt: 1, ...outcome } as queue.Outcome]);
     assertEquals((await stateOf(sql, entry)).status, "review", outcome.outcome);
   }
@@ -234,8 +236,8 @@ test("a worker that gave up on its request, whose id came meanwhile, has it resu
   const worker = await aWorker(sql);
   const [entry] = await queue.enqueue(sql, [{ kind: "charge" }]);
   const [job] = await claimNext(sql, worker);
-  const { key } = (await queue.intend(sql, worker, job))!;
-  await queue.saveRequest(sql, key!, "r1");
+  const { key } = (await requests.intend(sql, worker, job))!;
+  await requests.saveRequest(sql, key!, "r1");
   const outcome = { id: job.id, attempt: 1, outcome: "review", error: "not known" } as const;
   assertEquals(await queue.settle(sql, worker, [outcome]), [job.id]);
   assertEquals((await stateOf(sql, entry)).status, "queued");
