@@ -75,9 +75,13 @@ async function send(
     const intent = await patient(runner.db, signal).run((sql) => intend(sql, runner.worker, job));
     if (!intent) throw new Stop("lost", "somebody else has it");
     if (intent.request_id) return intent.request_id; // it came late, from whoever sent it
-    if (intent.cancel) throw new Stop("cancelled", "cancelled");
     const { key, left_s } = intent;
-    if (!key) throw new Stop("released", "its lease ran out before its request was sent");
+    if (!key) {
+      if (round > 1) throw new Doubt(); // an intent is stored, and it is certain that nothing was sent
+      throw intent.cancel
+        ? new Stop("cancelled", "cancelled")
+        : new Stop("released", "its lease ran out before its request was sent");
+    }
     const assertMine = () => {
       if (sinceMs(asked) > left_s * 900) throw new Doubt(); // a tenth is left for the sending
     };

@@ -428,7 +428,8 @@ test(
   "a worker that thaws just before it sends, after the desk requeued its job, sends nothing",
   async (sql, service, url) => {
     await using proxy = startProxy(url);
-    const reply = proxy.holdReplyTo(".intend(");
+    // The last that it hears before it sends.
+    const reply = proxy.holdReplyTo("job_inputs i join");
     const id = await enqueueBand(sql);
     await using frozen = startBandWorker(proxy.url, service);
     await reply.held;

@@ -1,15 +1,17 @@
 /** How kinds of job run to their outcome, in the test's own process. */
+import { z } from "zod";
 import { assert, assertEquals, assertRejects, assertStringIncludes } from "@std/assert";
 import { type Pool, schema, via } from "../db.ts";
 import { requeue } from "../desk.ts";
 import { outputsOf, readFile, writeFile } from "../files.ts";
-import { PayloadError } from "../jobs/kind.ts";
+import { paid, PayloadError } from "../jobs/kind.ts";
 import { sweepFolders } from "../jobs/process.ts";
-import { run } from "../jobs/run.ts";
+import { record, run } from "../jobs/run.ts";
+import { typed } from "../jobs/typed.ts";
 import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
 import * as requests from "../requests.ts";
-import { databaseTest as test } from "./database.ts";
+import { databaseTest as test, waitFor } from "./database.ts";
 import { drainForTest, enqueue, enqueueMany, kinds, service } from "./kinds.ts";
 
 async function jobs(sql: Pool): Promise<queue.JobView[]> {
@@ -273,6 +275,59 @@ test("paid work is sent once: intent first, then its id, and a saved id is resum
   await drainForTest(sql);
   assertEquals((await queue.get(sql, [second]))[0].result, { collected: "request-from-before" });
   assertEquals(service.charges, 1);
+});
+
+test("a request that is late for its lease is not sent, and its job is as if it never was meant to be", async (sql) => {
+  const { id } = await enqueue(sql, "charge", {});
+  const worker = await processes.register(sql, { role: "worker", name: "test", version: "0" });
+  const options = { worker, kinds: ["charge"], most: 1, leaseS: 1, token: crypto.randomUUID() };
+  const [job] = await queue.claim(sql, { queue: "default", claim: "skip_locked" }, options);
+  let asked = 0;
+  const late = paid({
+    payload: z.unknown(),
+    submit: async (_payload, _key, context) => {
+      asked++;
+      await waitFor(async () => {
+        const [row] = await sql`select lease_until < now() as over from ${sql(schema)}.jobs`;
+        return row.over;
+      }, "the lease to run out");
+      context.assertMine();
+      throw new Error("it was sent");
+    },
+    collect: () => 1,
+  });
+  const runner = {
+    ...{ db: via(sql), files: via(sql), worker, maxFileBytes: 100 },
+    kinds: { charge: late },
+  };
+  const { signal } = new AbortController();
+  const outcome = (await run(runner, job, signal))!;
+  assertEquals([outcome.outcome, asked], ["failed", 1]);
+  await record(runner, outcome, signal);
+  const [row] = await sql`select status, sent_at from ${sql(schema)}.jobs where id = ${id}`;
+  assertEquals({ ...row }, { status: "scheduled", sent_at: null });
+});
+
+test("a clock that jumps before a request is sent costs a question, and no more", async (sql) => {
+  const { id } = await enqueue(sql, "charge", {});
+  const now = Date.now;
+  let asked = 0;
+  const jumpy = paid({
+    payload: z.unknown(),
+    submit: (_payload, key, context) => {
+      if (asked++ === 0) Date.now = () => now() + 4_000_000; // more than the lease of an hour
+      context.assertMine();
+      return Promise.resolve(key);
+    },
+    collect: () => 1,
+  });
+  try {
+    await typed({ charge: jumpy }).drainForTest(sql);
+  } finally {
+    Date.now = now;
+  }
+  const [job] = await queue.get(sql, [id]);
+  assertEquals([job.status, job.attempt, asked], ["done", 1, 2]);
 });
 
 test("paid work whose id comes before it is sent once more is not sent once more", async (sql) => {

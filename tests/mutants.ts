@@ -167,14 +167,6 @@ const mutants: Mutant[] = [
   },
   {
     invariant: "I7",
-    what: "a paid job that is sent again though it has an id",
-    file: "jobs/paid.ts",
-    cut: ["job.request_id ?? await send", "await send"],
-    test: "jobs_test.ts",
-    filter: "a saved id is resumed",
-  },
-  {
-    invariant: "I7",
     what: "a connection that broke, taken for one that was never made",
     file: "jobs/band.ts",
     cut: ['cause.includes("client error (Connect)")', "cause"],
@@ -467,8 +459,8 @@ const mutants: Mutant[] = [
     what: "a request sent after the lease",
     file: "jobs/paid.ts",
     cut: ["if (sinceMs(asked) > left_s * 900) throw", "if (left_s < 0) throw"],
-    test: "band_test.ts",
-    filter: "thaws just before it sends",
+    test: "jobs_test.ts",
+    filter: "is late for its lease",
   },
   {
     invariant: "I7",
