@@ -109,7 +109,7 @@ export const settings = {
   drainS: int(20, 0, 3600, "how long a stopped worker lets its jobs go on"),
   maxCrashes: int(2, 1, 100, "the crash of a job's worker that fails the job"),
   maxReleases: int(5, 0, 1000, "how often a stopped worker may give a job back before it fails"),
-  stallS: int(120, 1, 86_400, "how long a worker may not get around to looking for jobs"),
+  stallS: int(120, 1, 86_400, "how long a worker's look for jobs may hang"),
   lookUpS: int(60, 1, 86_400, "how often a service is asked for a request in review"),
   unknownKindS: int(3600, 1, 864_000, "how long a job of a kind no worker knows may wait"),
   retentionS: int(2_592_000, 60, 315_360_000, "how long finished jobs are kept"),
@@ -345,6 +345,11 @@ export async function runMain(
     } else if (performance.now() - stoppedAtMs > SAME_SIGNAL_MS) Deno.exit(130);
   };
   for (const signal of ["SIGTERM", "SIGINT"] as const) Deno.addSignalListener(signal, onSignal);
+  // postgres.js 3.4.9 may throw where nobody can catch it when a connection ends while a write to
+  // it is pending. Its statement fails, or is given up, all the same.
+  addEventListener("error", (event) => {
+    if (/at Immediate\.nextWrite .*postgres/.test(event.error?.stack ?? "")) event.preventDefault();
+  });
   // A process that another started for itself ends when that one is gone, however it went.
   const parent = Deno.env.get("SIDING_END_WITH_PARENT") ? Deno.ppid : undefined;
   if (parent) setInterval(() => Deno.ppid !== parent && onSignal(), SAME_SIGNAL_MS + 100);

@@ -9,12 +9,15 @@
 import { logger } from "./config.ts";
 import { type Database, describe } from "./db.ts";
 import { Stop } from "./jobs/kind.ts";
-import { cancellations, heartbeat, type Job, type Pulse, release } from "./queue.ts";
+import { cancellations, heartbeat, type Job, type Pulse, type Ready, release } from "./queue.ts";
 
 const log = logger("worker");
 
 /** How often a held job's cancellation is asked for, and a new stage told. */
 const TICK_MS = 2000;
+
+/** How long a job that is to run alone waits for the leader, before every worker makes room for it. */
+const ALONE_WAIT_MS = 60_000;
 
 /** Both clocks: where a process was frozen or a machine slept, one of them may have stood still. */
 export const clocks = () => ({ monotonicMs: performance.now(), wallMs: Date.now() });
@@ -43,15 +46,17 @@ export class Leases {
   leader = false;
   /** Aborted, with the {@linkcode Stop} of its jobs, when this worker is to end: it was taken for dead, or hangs. */
   readonly dead = new AbortController();
-  /** When the worker last got around to looking for jobs; Infinity when it no longer has to. */
-  workedAtMs = performance.now();
   /** The tokens of claims whose reply was lost, which may have taken jobs all the same, and when. */
   readonly lostClaims = new Map<string, number>();
   /** When the last heartbeat that succeeded was sent, and the first of the unbroken run of them. */
-  #lastBeatMs = -Infinity;
+  #lastBeat: Clocks = { monotonicMs: -Infinity, wallMs: -Infinity };
   #inTouchSinceMs = Infinity;
   /** A stage was reached that no heartbeat has told. */
   #news = false;
+  /** When the look for jobs that is under way last got on; Infinity when none is. */
+  #gotOnAtMs = Infinity;
+  /** Queues whose next job is to run alone, and since when that was seen while this worker was busy. */
+  readonly #lonely = new Map<string, number>();
   /** Aborted when a heartbeat is due at once; a new one each beat. */
   #urgent = new AbortController();
   /** When watch() last ran. */
@@ -60,7 +65,7 @@ export class Leases {
   /**
    * @param db the heartbeat's own connection: nothing that waits can stand before it
    * @param bootId the worker
-   * @param stallS seconds without a look for jobs after which the worker hangs
+   * @param stallS seconds in which a look for jobs does not get on, after which the worker hangs
    */
   constructor(
     readonly db: Database,
@@ -112,6 +117,35 @@ export class Leases {
     return [...this.held.values()].some(({ job }) => job.alone);
   }
 
+  /**
+   * Whether this worker is to let what it runs end first, for a job that is to run alone: the leader
+   * at once, so that all the others go on; they, too, once it has waited for a minute.
+   */
+  waitsToBeAlone({ queue, alone }: Ready): boolean {
+    if (!alone || this.held.size === 0) {
+      this.#lonely.delete(queue);
+      return false;
+    }
+    const sinceMs = this.#lonely.get(queue) ?? performance.now();
+    this.#lonely.set(queue, sinceMs);
+    return this.leader || performance.now() - sinceMs > ALONE_WAIT_MS;
+  }
+
+  /** Runs a look for jobs, which is seen when it hangs. */
+  async working<T>(look: () => Promise<T>): Promise<T> {
+    this.gotOn();
+    try {
+      return await look();
+    } finally {
+      this.#gotOnAtMs = Infinity;
+    }
+  }
+
+  /** Says that the look for jobs does not hang. */
+  gotOn(): void {
+    this.#gotOnAtMs = performance.now();
+  }
+
   /** Aborted when the next beat is due at once. */
   get urgent(): AbortSignal {
     return this.#urgent.signal;
@@ -128,9 +162,8 @@ export class Leases {
    * time to say so before anybody recovers them.
    */
   inTouch(): boolean {
-    const nowMs = performance.now();
-    return nowMs - this.#inTouchSinceMs >= this.silentS * 1000 &&
-      nowMs - this.#lastBeatMs < this.silentS * 1000;
+    return performance.now() - this.#inTouchSinceMs >= this.silentS * 1000 &&
+      sinceMs(this.#lastBeat) < this.silentS * 1000;
   }
 
   /**
@@ -141,9 +174,8 @@ export class Leases {
   async beat(): Promise<number> {
     const tickMs = Math.min(TICK_MS, this.heartbeatMs);
     const sent = clocks();
-    const sentAtMs = sent.monotonicMs;
     this.#urgent = new AbortController();
-    const dueMs = this.#lastBeatMs + this.heartbeatMs - sentAtMs;
+    const dueMs = this.#lastBeat.monotonicMs + this.heartbeatMs - sent.monotonicMs;
     if (dueMs > 0 && !this.#news) {
       const ids = this.held.size === 0
         ? []
@@ -162,15 +194,13 @@ export class Leases {
         heartbeat(sql, this.bootId, jobs, this.leaseS, this.silentS, this.#stalledS)
       );
     } catch (error) {
-      this.#inTouchSinceMs = Infinity;
-      this.#lastBeatMs = -Infinity; // the next try is the next tick
+      this.#loseTouch(); // the next try is the next tick
       throw error;
     }
-    const nowMs = performance.now();
     // A pause of its own, such as a freeze, is a break too.
-    if (!(nowMs - this.#lastBeatMs < this.silentS * 1000)) this.#inTouchSinceMs = Infinity;
-    this.#inTouchSinceMs = Math.min(this.#inTouchSinceMs, nowMs);
-    this.#lastBeatMs = sentAtMs;
+    if (!(sinceMs(this.#lastBeat) < this.silentS * 1000)) this.#loseTouch();
+    this.#inTouchSinceMs = Math.min(this.#inTouchSinceMs, performance.now());
+    this.#lastBeat = sent;
     this.#heed(pulse, named, sent);
     return tickMs;
   }
@@ -189,9 +219,8 @@ export class Leases {
       log.warn("a clock jumped by {seconds} s: asking the database what is still this worker's", {
         seconds: (jumpMs / 1000).toFixed(1),
       });
-      this.workedAtMs = Math.max(this.workedAtMs, performance.now());
-      this.#inTouchSinceMs = Infinity;
-      this.#lastBeatMs = -Infinity;
+      if (this.#gotOnAtMs < Infinity) this.gotOn();
+      this.#loseTouch();
       this.#urgent.abort();
     }
     for (const { renewed, stop } of this.held.values()) {
@@ -202,12 +231,17 @@ export class Leases {
     // Not where the heartbeat was away too: that is the database's outage.
     const inTouchS = (performance.now() - this.#inTouchSinceMs) / 1000;
     if (this.#stalledS > this.stallS && inTouchS > this.stallS && !this.dead.signal.aborted) {
-      log.error("unwell: it has not looked for jobs for {seconds} s, though its heartbeat lives", {
+      log.error("unwell: its look for jobs hangs since {seconds} s, though its heartbeat lives", {
         seconds: Math.round(this.#stalledS),
       });
       this.dead.abort(new Stop("released", "its worker hung"));
     }
     return Promise.resolve(everyMs);
+  }
+
+  #loseTouch(): void {
+    this.#inTouchSinceMs = Infinity;
+    this.#lastBeat = { monotonicMs: -Infinity, wallMs: -Infinity };
   }
 
   /** Acts on what a heartbeat, sent at the time `sent` for the jobs `named`, brought back. */
@@ -252,8 +286,8 @@ export class Leases {
     return this.leaseS - this.#marginS / 2 - (performance.now() - renewed.monotonicMs) / 1000;
   }
 
-  /** Seconds since the worker last got around to looking for jobs. */
+  /** Seconds in which the worker's look for jobs has not got on. */
   get #stalledS(): number {
-    return Math.max(0, performance.now() - this.workedAtMs) / 1000;
+    return Math.max(0, performance.now() - this.#gotOnAtMs) / 1000;
   }
 }

@@ -261,10 +261,12 @@ async function claimRepeatableRead(sql: Pool, queue: string, o: ClaimOptions): P
 /** How an attempt ended. See siding.settle for what each does to the job. */
 export type Outcome =
   & Claimed
+  /** `unsent`: whatever was meant to be sent to a paid service was not. */
+  & { unsent?: boolean }
   & (
     | { outcome: "done"; result: unknown; next?: readonly NewJob[] }
     /** `delay_s`: seconds until it is tried again; absent: it has failed for good. */
-    | { outcome: "failed"; error: string; delay_s?: number; unsent?: boolean }
+    | { outcome: "failed"; error: string; delay_s?: number }
     | { outcome: "snoozed"; delay_s: number }
     | { outcome: "released" | "review"; error: string }
     | { outcome: "cancelled" }

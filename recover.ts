@@ -22,12 +22,15 @@ import { checkSchema, Database, isTransient, pause } from "./db.ts";
 import * as desk from "./desk.ts";
 import { loadKinds } from "./jobs/kind.ts";
 import { lookUpReviews } from "./jobs/paid.ts";
+import { clocks, sinceMs } from "./lease.ts";
 import * as queue from "./queue.ts";
 import { foldCredits, promoteDue, takeBack, tidyUp } from "./upkeep.ts";
 
 /** Rows at a time, and how many times at the most, of everything that comes in batches. */
 const BATCH = 1000;
 const MAX_BATCHES = 1000;
+/** A service that was asked for a request so long ago is asked again: this pass asks once. */
+const ASKED_AGAIN_S = 10;
 /** Unanswered questions after which the database counts as away: ten minutes of them, about. */
 const MAX_BREAKS = 200;
 
@@ -178,7 +181,12 @@ async function pass(db: Database, settings: Settings, signal: AbortSignal): Prom
   const kinds = await loadKinds(settings.jobs);
   const promoted = await promoteDue(db);
   const items = await recover(db, settings, signal);
-  const resumed = await lookUpReviews(db, kinds, 0);
+  const resumed: string[] = [];
+  for (let batch = 0; batch < MAX_BATCHES; batch++) {
+    const { found, more } = await lookUpReviews(db, kinds, ASKED_AGAIN_S);
+    resumed.push(...found);
+    if (!more) break;
+  }
   const silentS = 3 * settings.heartbeatMs / 1000;
   const { unknown, removed } = await tidyUp(db, { ...settings, silentS });
   await foldCredits(db);
@@ -213,23 +221,22 @@ async function watch(db: Database, heartbeatMs: number, signal: AbortSignal): Pr
   const say = (line: string) => Deno.stderr.writeSync(new TextEncoder().encode(`${line}\n`));
   const wantedMs = 3 * heartbeatMs;
   say(`the leases of some jobs have run out: watching the database for ${wantedMs / 1000} s`);
-  let [sinceMs, lastMs] = [performance.now(), performance.now()];
-  for (let breaks = 0; lastMs - sinceMs < wantedMs;) {
+  let [fromMs, last] = [performance.now(), clocks()];
+  for (let breaks = 0; last.monotonicMs - fromMs < wantedMs;) {
     await pause(heartbeatMs / 5, signal);
     signal.throwIfAborted();
     try {
       await db.run((sql) => sql`select 1`, heartbeatMs);
     } catch (error) {
       if (!isTransient(error) || ++breaks === MAX_BREAKS) throw error;
-      if (sinceMs < Infinity) say("the database was away for a moment: watching anew");
-      sinceMs = Infinity;
+      if (fromMs < Infinity) say("the database was away for a moment: watching anew");
+      fromMs = Infinity;
       continue;
     }
-    const nowMs = performance.now();
-    // This process was frozen: that is a break too.
-    if (nowMs - lastMs > wantedMs) sinceMs = Infinity;
-    lastMs = nowMs;
-    sinceMs = Math.min(sinceMs, nowMs);
+    // A turn takes a heartbeat at the most. This process was frozen, or the machine slept: a break too.
+    if (sinceMs(last) > 1.5 * heartbeatMs) fromMs = Infinity;
+    last = clocks();
+    fromMs = Math.min(fromMs, last.monotonicMs);
   }
 }
 

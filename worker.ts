@@ -14,7 +14,7 @@
  * they are stopped and given back to the queue. A second one ends the process and its jobs at once.
  *
  * Exit codes: 0 after a stop; 1 failure, also when its row was removed because it was taken for
- * dead, or when it no longer looks for jobs though its heartbeat lives; 2 usage; 3 the database
+ * dead, or when its look for jobs hangs though its heartbeat lives; 2 usage; 3 the database
  * could not be reached at the start; 130 stopped by a second signal.
  */
 import { hostname } from "node:os";
@@ -22,7 +22,7 @@ import * as config from "./config.ts";
 import { checkSchema, codeOf, Database, describe, isDisconnect, patient, pause } from "./db.ts";
 import { type Kinds, loadKinds, Stop } from "./jobs/kind.ts";
 import { sweepFolders } from "./jobs/process.ts";
-import { lookUpReviews } from "./jobs/paid.ts";
+import { idsStored, lookUpReviews } from "./jobs/paid.ts";
 import { type Runner, runToEnd } from "./jobs/run.ts";
 import { clocks, Leases } from "./lease.ts";
 import * as processes from "./processes.ts";
@@ -91,12 +91,11 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   const hung = new Promise((resolve) => dead.addEventListener("abort", resolve));
   const claiming = config.repeat(
     "claim",
-    () => work(worker, noMore),
+    () => leases.working(() => work(worker, noMore)),
     noMore,
     () => worker.roomMade.signal,
   );
   await Promise.race([claiming, hung]);
-  leases.workedAtMs = Infinity;
   await drain(worker);
   watchdog.terminate();
   over.abort();
@@ -125,6 +124,12 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
     throw new config.UsageError(
       `--lease-s is ${settings.leaseS}: it must be at least three times --heartbeat-ms, ` +
         `which is ${settings.heartbeatMs}`,
+    );
+  }
+  if (settings.stallS * 1000 <= settings.statementLimitMs) {
+    throw new config.UsageError(
+      `--stall-s is ${settings.stallS}: it must be more than --statement-limit-ms, which is ` +
+        `${settings.statementLimitMs}: a statement that takes its time is no hang`,
     );
   }
   const kinds = await loadKinds(settings.jobs).catch((error) => {
@@ -175,12 +180,8 @@ async function work(worker: Worker, stop: AbortSignal): Promise<number> {
   const { settings, serves, db, leases } = worker;
   const room = settings.concurrency - leases.held.size;
   worker.roomMade = new AbortController();
-  if (room <= 0 || leases.alone) {
-    leases.workedAtMs = performance.now();
-    return settings.pollMaxMs;
-  }
+  if (room <= 0 || leases.alone) return settings.pollMaxMs;
   const { ready, promotable } = await db.run((sql) => queue.look(sql, settings.queues, serves));
-  leases.workedAtMs = performance.now();
   // None moved: somebody's open transaction holds them, which is no reason to wait with the others.
   if (promotable && await db.run((sql) => queue.promote(sql)) > 0) return 0;
   // A queue that is locked, or whose next job is, must not keep the worker from the others: it is
@@ -190,8 +191,8 @@ async function work(worker: Worker, stop: AbortSignal): Promise<number> {
     .sort((a, b) => missesOf(a).count - missesOf(b).count);
   for (const from of open) {
     if (stop.aborted) return 0;
-    // It runs with nothing beside it: first what is under way has to end.
-    if (from.alone && leases.held.size > 0) return settings.pollMaxMs;
+    if (leases.waitsToBeAlone(from)) return settings.pollMaxMs;
+    leases.gotOn();
     const claimed = await claimFrom(worker, from, room);
     if (claimed !== 0) return 0; // started some, or waited for a lock: look again
   }
@@ -264,7 +265,7 @@ async function tidy({ settings, db, kinds, leases }: Worker, pass: number): Prom
   }
   await promoteDue(db);
   if (leases.leader) {
-    for (const id of await lookUpReviews(db, kinds, settings.lookUpS)) {
+    for (const id of (await lookUpReviews(db, kinds, settings.lookUpS)).found) {
       log.warn("job {id}: its service has its request, from which it goes on", { id });
     }
   }
@@ -288,6 +289,8 @@ async function drain({ leases, settings: { drainS }, hurry }: Worker): Promise<v
   }
   const reason = dead.signal.reason ?? new Stop("released", "its worker was stopped");
   for (const { stop } of held.values()) stop.abort(reason);
+  // First what is worth money, however long it takes: the platform ends what it will not wait for.
+  await idsStored();
   const timer = setTimeout(() => hurry.abort(), GIVE_BACK_MS);
   await rest();
   clearTimeout(timer);

@@ -7,7 +7,7 @@
  * the job's one key, by which the service is to know that it has the request already.
  */
 import { logger } from "../config.ts";
-import { describe, patient, type Via } from "../db.ts";
+import { cut, describe, patient, type Pool, type Via } from "../db.ts";
 import { clocks, sinceMs } from "../lease.ts";
 import type { Job } from "../queue.ts";
 import { intend, noteLookUp, saveRequest, toLookUp } from "../requests.ts";
@@ -72,7 +72,10 @@ async function send(
   for (let round = 1;; round++) {
     const asked = clocks();
     // Repeated after a lost reply it stores the same key again.
-    const intent = await patient(runner.db, signal).run((sql) => intend(sql, runner.worker, job));
+    const intent = await patient(runner.db, signal).run((sql) => intend(sql, runner.worker, job))
+      .catch((error) => {
+        throw new NotSent(describe(error)); // whether it is stored or not
+      });
     if (!intent) throw new Stop("lost", "somebody else has it");
     if (intent.request_id) return intent.request_id; // it came late, from whoever sent it
     const { key, left_s } = intent;
@@ -93,7 +96,7 @@ async function send(
   }
 }
 
-/** Sends the request, and stores its id, whoever has the job by then: it is worth money. */
+/** Sends the request, and stores its id. */
 async function submit(
   kind: PaidKind,
   payload: unknown,
@@ -102,54 +105,84 @@ async function submit(
   { db }: Payer,
 ): Promise<string> {
   const { job, signal } = context;
-  const save = async (requestId: string) => {
-    log.debug("job {job}: its request {key} is {requestId}", { job: job.id, key, requestId });
-    if (!await patient(db, NEVER, SAVE_MS).run((sql) => saveRequest(sql, key, requestId))) {
-      const facts = { job: job.id, key, requestId };
-      log.error("job {job}: its request {key} has another id already, not {requestId}", facts);
-    }
-    return requestId;
-  };
+  const save = (requestId: string) => store(db, key, requestId, job);
   context.assertMine();
   const submitted = Promise.resolve().then(() => kind.submit(payload, key, context)).then(save);
   try {
     return await unlessAbandoned(submitted, signal, ABANDON_MS);
   } catch (error) {
     if (error instanceof NotSent) throw error;
-    submitted.catch(() => {}); // it may still come, and be saved
+    submitted.catch(() => {}); // it may still come, and be stored
     const found = await lookUp(kind, key, job).catch(() => null);
     if (found !== null) return await save(found);
     throw new Uncertain(`it is not known whether the request was sent: ${describe(error)}`);
   }
 }
 
-const lookUp = async (kind: PaidKind, key: string, job: Job): Promise<string | null> =>
-  await kind.lookup?.(key, { job, signal: AbortSignal.timeout(LOOK_UP_MS) }) ?? null;
+/** The ids that are being stored. */
+const storing = new Set<Promise<unknown>>();
+
+/** Resolves when no id waits to be stored. A worker that stops has nothing else to lose. */
+export async function idsStored(): Promise<void> {
+  while (storing.size > 0) await Promise.allSettled(storing);
+}
+
+/** Stores a request's id, whoever has the job by now: it is worth money. @returns it */
+async function store(db: Via, key: string, requestId: string, job: Job): Promise<string> {
+  const facts = { job: job.id, key, requestId };
+  const once = (sql: Pool) => saveRequest(sql, key, requestId);
+  const stored = db.run(once).catch((error) => {
+    // Here it is in a log, whatever becomes of this process.
+    const why = describe(error);
+    const line = "job {job}: the id {requestId} of its request {key} is not stored yet: {why}";
+    log.error(line, { ...facts, why });
+    return patient(db, NEVER, SAVE_MS).run(once);
+  });
+  storing.add(stored);
+  try {
+    if (await stored) return requestId;
+  } finally {
+    storing.delete(stored);
+  }
+  log.error("job {job}: its request {key} has another id already, not {requestId}", facts);
+  return requestId;
+}
+
+/** The id that the service has under the key; it has {@linkcode LOOK_UP_MS} to say. */
+function lookUp(kind: PaidKind, key: string, job: Job): Promise<string | null> {
+  const signal = AbortSignal.timeout(LOOK_UP_MS);
+  const asked = Promise.resolve().then(() => kind.lookup?.(key, { job, signal }) ?? null);
+  return unlessAbandoned(asked, signal, 1000);
+}
+
+/** Jobs that are asked for at a time. */
+const LOOK_UPS = 20;
 
 /**
  * Asks the services for the requests of jobs in review, each at most every `everyS` seconds: those
  * that have one go on. That a service has none yet is no proof that it will not: somebody frozen may
  * be about to send it. So the others stay, with what the service said, for a person.
  *
- * @returns the ids of the jobs that go on
+ * @returns the ids of the jobs that go on; `more`: others may be due to be asked for
  */
-export async function lookUpReviews(db: Via, kinds: Kinds, everyS: number): Promise<string[]> {
+export async function lookUpReviews(db: Via, kinds: Kinds, everyS: number) {
   const able = Object.entries(kinds).flatMap(([name, kind]) =>
     kind.runs === "paid" && kind.lookup ? [name] : []
   );
-  if (able.length === 0) return [];
   const found: string[] = [];
-  const jobs = await db.run((sql) => toLookUp(sql, able, everyS));
+  if (able.length === 0) return { found, more: false };
+  const jobs = await db.run((sql) => toLookUp(sql, able, everyS, LOOK_UPS));
   await Promise.all(jobs.map(async (job) => {
     const key = job.request_key!;
-    const kind = kinds[job.kind] as PaidKind;
-    const answer = unlessAbandoned(lookUp(kind, key, job), AbortSignal.timeout(LOOK_UP_MS), 1000);
-    const { id, said } = await answer.then(
-      (id) => ({ id, said: id === null ? "the service has none under its key" : "found" }),
-      (error) => ({ id: null, said: describe(error) }),
-    );
-    if (id !== null && await db.run((sql) => saveRequest(sql, key, id))) found.push(job.id);
-    await db.run((sql) => noteLookUp(sql, key, said));
+    let said: string;
+    try {
+      const id = await lookUp(kinds[job.kind] as PaidKind, key, job);
+      if (id !== null && await db.run((sql) => saveRequest(sql, key, id))) found.push(job.id);
+      said = id === null ? "the service has none under its key" : "found";
+    } catch (error) {
+      said = describe(error); // also an id that no column can hold: it is this job's trouble alone
+    }
+    await db.run((sql) => noteLookUp(sql, key, cut(said, 1000)));
   }));
-  return found;
+  return { found, more: jobs.length === LOOK_UPS };
 }

@@ -76,8 +76,9 @@ export async function run(runner: Runner, job: Job, stop: AbortSignal): Promise<
     return done(job, result, next);
   } catch (error) {
     // What a stopped job throws is often an error of the stop's making, such as an AbortError.
-    const own = error instanceof Uncertain || error instanceof NotSent;
-    return outcomeOf(signal.aborted && !own ? signal.reason : error, job, kind);
+    const own = error instanceof Uncertain || (error instanceof NotSent && error.permanent);
+    const outcome = outcomeOf(signal.aborted && !own ? signal.reason : error, job, kind);
+    return outcome && error instanceof NotSent ? { ...outcome, unsent: true } : outcome;
   } finally {
     clearTimeout(timer);
   }
@@ -155,7 +156,6 @@ function outcomeOf(error: unknown, job: Job, kind: Kind): Outcome | null {
     error: describe(error) || "failed without a message",
     // Spread, so that what failed together does not come back together.
     delay_s: permanent ? undefined : delayS(kind, job.failures + 1) * (0.9 + Math.random() * 0.2),
-    unsent: error instanceof NotSent,
   };
 }
 

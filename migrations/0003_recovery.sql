@@ -17,10 +17,6 @@ create table siding.requests (
   looked_up_at timestamptz,
   look_up text
 );
-insert into siding.requests (key, job_id, kind, owner, sent_at, request_id)
-  select j.request_key, j.id, j.kind, j.owner, j.sent_at, j.request_id
-  from siding.jobs j where j.request_key is not null;
-
 -- By a trigger, so that no way to change a job can forget it, older code's neither.
 create function siding.keep_request() returns trigger language plpgsql as $$
 begin
@@ -34,6 +30,11 @@ create trigger keep_request after update of sent_at, request_id on siding.jobs f
   when (new.request_key is not null and (old.sent_at is distinct from new.sent_at
                                          or old.request_id is distinct from new.request_id))
   execute function siding.keep_request();
+-- After the trigger, which waits for those who are just storing an intent: none is missed.
+insert into siding.requests (key, job_id, kind, owner, sent_at, request_id)
+  select j.request_key, j.id, j.kind, j.owner, j.sent_at, j.request_id
+  from siding.jobs j where j.request_key is not null
+  on conflict (key) do nothing;
 
 -- It was lost together with others: it runs next with nothing beside it, and a crash then is its own.
 alter table siding.jobs add column alone boolean not null default false;
@@ -169,8 +170,9 @@ begin
     select j.id, o.outcome, o.result, o.error, o.delay_s, coalesce(o.unsent, false) as unsent, case
         when o.outcome = 'done' then o.outcome
         when j.sent_at is not null and j.request_id is null and not coalesce(o.unsent, false) then 'review'
-        -- Its id has come meanwhile, or it was never sent after all.
-        when o.outcome = 'review' then case when j.request_id is not null then 'queued' else 'failed' end
+        -- Its id has come meanwhile, from which it goes on, whatever this attempt knows.
+        when j.request_id is not null and (o.outcome = 'review' or coalesce(o.unsent, false)) then 'queued'
+        when o.outcome = 'review' then 'failed' -- it was never sent
         when o.outcome = 'cancelled' then o.outcome
         when o.outcome = 'failed' and o.delay_s is null then 'failed'
         when j.cancel_requested_at is not null and j.request_id is null then 'cancelled'
@@ -198,7 +200,7 @@ begin
       failures = j.failures + (m.outcome = 'failed')::integer,
       snoozes = j.snoozes + (m.outcome = 'snoozed')::integer,
       releases = j.releases + (m.outcome = 'released')::integer,
-      sent_at = case when m.unsent then null else j.sent_at end,
+      sent_at = case when m.unsent and j.request_id is null then null else j.sent_at end,
       alone = j.alone and m.outcome = 'released',
       lease_until = null,
       -- A final row keeps who had it, so that a repeated write can tell that it had landed.
@@ -391,7 +393,7 @@ returns setof siding.jobs language sql as $$
     select r.key from siding.jobs j join siding.requests r on r.key = j.request_key
     where j.status = 'review' and j.kind = any(kinds)
       and (r.looked_up_at is null or r.looked_up_at < now() - every_s * interval '1 second')
-    order by j.id limit most
+    order by r.looked_up_at nulls first, j.id limit most -- so that each has its turn
     for update of r skip locked
   ),
   marked as (
@@ -470,9 +472,11 @@ begin
 end $$;
 
 -- Tries failed jobs again, as new jobs in line: those named, or those of a kind, with a text in
--- their error, that failed in a time, oldest first and at most `most`. Each only once.
+-- their error, that failed in a time, oldest first and at most `most`. Each only once. Those that
+-- are not named but cannot be tried now are left out: their owner has too few credits.
 -- A paid request that has an id is resumed and not paid for again, unless `pay_again`; one that may
--- have been sent without our knowing its id is left out, or refused where it is named.
+-- have been sent without our knowing its id is left out, or refused where it is named; so is one
+-- with an id whose unique key another job has, since that job is not its own.
 create function siding.retry(jobs bigint[], of_kind text, with_error text, since timestamptz,
                              until timestamptz, most integer, pay_again boolean)
 returns table (id bigint, new_id bigint, created boolean) language plpgsql as $$
@@ -510,8 +514,22 @@ begin
       and (with_error is null or position(with_error in j.error) > 0)
       and (since is null or j.finished_at >= since) and (until is null or j.finished_at < until)
       and (pay_again or j.sent_at is null or j.request_id is not null)
+      and (jobs is not null or j.price is null or exists (
+        select from siding.balances b where b.owner = j.owner and b.balance >= j.price))
     order by j.finished_at, j.id limit most
     for update skip locked);
+  -- As many as their owners can pay, and one of each unique key.
+  chosen := array(
+    select f.id from (
+      select j.id, c.ord, j.price, coalesce(b.balance, 0) as balance,
+        sum(j.price) over (partition by j.owner order by c.ord) as needed,
+        row_number() over (partition by j.kind, j.unique_key order by c.ord) as turn, j.unique_key
+      from unnest(chosen) with ordinality as c(id, ord)
+      join siding.jobs j on j.id = c.id
+      left join siding.balances b on b.owner = j.owner and j.price is not null) f
+    where (jobs is not null or f.price is null or f.needed <= f.balance)
+      and (jobs is not null or f.unique_key is null or f.turn = 1)
+    order by f.ord);
   select coalesce(jsonb_agg(jsonb_build_object('kind', j.kind, 'queue', j.queue, 'owner', j.owner,
       'payload', j.payload, 'priority', j.priority, 'unique_key', j.unique_key, 'price', j.price,
       'files', (select coalesce(jsonb_agg(i.file_id::text order by i.position), '[]')
@@ -522,17 +540,25 @@ begin
     pairs as materialized (
       select c.id, f.id as new_id, f.created
       from unnest(chosen) with ordinality as c(id, ord) join fresh f on f.ord = c.ord
+      join siding.jobs j on j.id = c.id
+      where f.created or j.request_id is null or pay_again
     ),
     marked as (
       update siding.jobs j set retried_as = p.new_id from pairs p where j.id = p.id
       returning j.id
     )
     select p.id, p.new_id, p.created from pairs p join marked m on m.id = p.id order by p.id;
-  -- Its own statement, which sees the new jobs.
+  -- Its own statement, which sees the new jobs. One that was there before is left as it is.
   if not pay_again then
     update siding.jobs j set request_key = o.request_key, sent_at = o.sent_at, request_id = o.request_id
       from siding.jobs o
       where o.id = any(chosen) and o.request_id is not null and j.id = o.retried_as
-        and j.request_key is null and j.status in ('scheduled', 'queued');
+        and j.request_key is null and j.status = 'queued';
+  end if;
+  if jobs is not null then
+    for bad in select j.* from siding.jobs j where j.id = any(jobs) and j.retried_as is null limit 1 loop
+      raise exception 'job % has a paid request, and another job has its unique key "%"', bad.id, bad.unique_key
+        using errcode = 'SD409';
+    end loop;
   end if;
 end $$;

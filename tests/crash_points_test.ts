@@ -197,7 +197,7 @@ async function paidWork({ sql, tap }: Scene, seen: Set<string>): Promise<Play> {
         }
         if (status === "review") {
           assertEquals(paid.request_id, null);
-          const found = await lookUpReviews(via(sql), project.kinds, 0);
+          const { found } = await lookUpReviews(via(sql), project.kinds, 0);
           assertEquals(found, charged ? [id] : [], "the service knows its key");
           if (!charged) await requeue(sql, id);
         }

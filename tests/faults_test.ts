@@ -53,17 +53,17 @@ test(
 );
 
 test(
-  "a worker that no longer looks for jobs while its heartbeat lives says so, gives its jobs back and ends",
+  "a worker whose look for jobs hangs while its heartbeat lives says so, gives its jobs back and ends",
   async (sql, url) => {
-    await using proxy = startProxy(url);
-    const flags = ["--concurrency", "2", "--stall-s", "1", "--statement-limit-ms", "300"];
-    await using worker = startWorker(proxy.url, flags);
+    const hang = await Deno.makeTempFile();
+    const jobs = fileURLToPath(new URL("hanging_kinds.ts", import.meta.url));
+    const flags = ["--jobs", jobs, "--concurrency", "2", "--stall-s", "1"];
+    const limit = ["--statement-limit-ms", "900"];
+    await using worker = startWorker(url, [...flags, ...limit], [], { HANG: hang });
     const entry = await enqueue(sql, "waits", null);
-    await waitFor(
-      async () => (await queue.get(sql, [entry.id]))[0].status === "running",
-      "it to run",
-    );
-    proxy.silenceThatSay(".look(");
+    const state = async () => (await queue.get(sql, [entry.id]))[0];
+    await waitFor(async () => (await state()).status === "running", "it to run");
+    await Deno.writeTextFile(hang, "hang");
     const stalled = async () => {
       const [row] = await sql`select extract(epoch from seen_at - progressed_at)::float8 as s
         from ${sql(schema)}.processes`;
@@ -71,14 +71,29 @@ test(
     };
     await waitFor(async () => await stalled() > 0.5, "its row to show it");
     assertEquals(await worker.ended, 1);
-    assertStringIncludes(worker.log(), "unwell: it has not looked for jobs for");
-    const [job] = await queue.get(sql, [entry.id]);
-    assertEquals([job.status, job.error, job.releases, job.crashes], [
-      "queued",
-      "its worker hung",
-      1,
-      0,
-    ]);
+    assertStringIncludes(worker.log(), "unwell: its look for jobs hangs since");
+    const { status, error, releases, crashes } = await state();
+    assertEquals([status, error, releases, crashes], ["queued", "its worker hung", 1, 0]);
+  },
+);
+
+test(
+  "a worker that may not look for jobs, or has room for none, does not hang",
+  async (sql, url) => {
+    const flags = ["--stall-s", "1", "--statement-limit-ms", "900", "--poll-max-ms", "1500"];
+    await using worker = startWorker(url, flags);
+    const entry = await enqueue(sql, "waits", null);
+    const state = async () => (await queue.get(sql, [entry.id]))[0];
+    await waitFor(async () => (await state()).status === "running", "it to run");
+    await queue.cancel(sql, entry.id); // and so it looks, in vain
+    await sql.unsafe(`alter function ${schema}.look(text[], text[]) rename to look_no_more`);
+    await waitFor(() => worker.log().match(/claim: .*look/g)?.length === 3, "errors");
+    const [{ until }] = await sql`select now() + interval '2 s' as until`;
+    await waitFor(async () => (await sql`select now() > ${until} as yes`)[0].yes, "twice the time");
+    assert(isAlive(worker.pid));
+    await using contradicts = startWorker(url, ["--stall-s", "1", "--statement-limit-ms", "1000"]);
+    assertEquals(await contradicts.ended, 2);
+    assertStringIncludes(contradicts.log(), "it must be more than --statement-limit-ms");
   },
 );
 

@@ -4,7 +4,7 @@ import { assert, assertEquals, assertRejects, assertStringIncludes } from "@std/
 import { type Pool, schema, via } from "../db.ts";
 import { requeue } from "../desk.ts";
 import { outputsOf, readFile, writeFile } from "../files.ts";
-import { paid, PayloadError } from "../jobs/kind.ts";
+import { NotSent, paid, PayloadError, Stop } from "../jobs/kind.ts";
 import { sweepFolders } from "../jobs/process.ts";
 import { record, run } from "../jobs/run.ts";
 import { typed } from "../jobs/typed.ts";
@@ -306,6 +306,63 @@ test("a request that is late for its lease is not sent, and its job is as if it 
   await record(runner, outcome, signal);
   const [row] = await sql`select status, sent_at from ${sql(schema)}.jobs where id = ${id}`;
   assertEquals({ ...row }, { status: "scheduled", sent_at: null });
+});
+
+test("a paid job that is stopped before it sends is given back, and not for review", async (sql) => {
+  const worker = await processes.register(sql, { role: "worker", name: "test", version: "0" });
+  const options = { worker, kinds: ["charge"], most: 1, leaseS: 60, token: crypto.randomUUID() };
+  /** Runs a job that is stopped when `when` comes, and records what came of it. */
+  const stopped = async (submit: (stop: () => void) => Promise<string>, lostReply = false) => {
+    const { id } = await enqueue(sql, "charge", {}, { priority: 1 });
+    const [job] = await queue.claim(sql, { queue: "default", claim: "skip_locked" }, options);
+    const stop = new AbortController();
+    const abort = () => stop.abort(new Stop("released", "its worker was stopped"));
+    const db = via(sql);
+    const runner = {
+      ...{ files: db, worker, maxFileBytes: 100 },
+      db: lostReply
+        // The intent is stored, and its worker is stopped before it hears of that.
+        ? { run: <T>(f: (sql: Pool) => Promise<T>) => db.run(f).finally(abort) }
+        : db,
+      kinds: {
+        charge: paid({
+          payload: z.unknown(),
+          retries: 0,
+          submit: () => submit(abort),
+          collect: () => 1,
+        }),
+      },
+    };
+    const outcome = (await run(runner, job, stop.signal))!;
+    await record({ ...runner, db }, outcome, new AbortController().signal);
+    const [row] = await sql`select status, sent_at, releases, failures from ${sql(schema)}.jobs
+      where id = ${id}`;
+    assertEquals({ ...row }, { status: "queued", sent_at: null, releases: 1, failures: 0 });
+    await queue.cancel(sql, id);
+  };
+  await stopped((stop) => {
+    stop();
+    return Promise.reject(new NotSent("its inputs could not be read"));
+  });
+  let submits = 0;
+  await stopped(() => Promise.reject(new Error(`sent ${++submits} times`)), true);
+  assertEquals(submits, 0);
+});
+
+test("a look-up that never answers does not keep its job", async (sql) => {
+  const { id } = await enqueue(sql, "charge", {});
+  const mute = paid({
+    payload: z.unknown(),
+    submit: () => Promise.reject(new Error("connection reset")),
+    collect: () => 1,
+    lookup: () => new Promise(() => {}),
+  });
+  await typed({ charge: mute }).drainForTest(sql);
+  const [job] = await queue.get(sql, [id]);
+  assertEquals([job.status, job.error], [
+    "review",
+    "it is not known whether the request was sent: connection reset",
+  ]);
 });
 
 test("a clock that jumps before a request is sent costs a question, and no more", async (sql) => {

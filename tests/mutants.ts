@@ -417,7 +417,7 @@ const mutants: Mutant[] = [
     file: "lease.ts",
     cut: ["this.#stalledS > this.stallS &&", "false &&"],
     test: "faults_test.ts",
-    filter: "no longer looks for jobs",
+    filter: "whose look for jobs hangs",
   },
   {
     invariant: "I4",

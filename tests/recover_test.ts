@@ -1,5 +1,6 @@
 /** Recovery, the review desk, and the script that does both. */
 import { assert, assertEquals, assertRejects, assertStringIncludes } from "@std/assert";
+import { deposit } from "../credits.ts";
 import { type Pool, schema, via } from "../db.ts";
 import * as desk from "../desk.ts";
 import { inputsOf, writeFile } from "../files.ts";
@@ -244,6 +245,19 @@ test("a worker that gave up on its request, whose id came meanwhile, has it resu
   assertEquals((await claimNext(sql, worker))[0].request_id, "r1");
 });
 
+test("a request that is certainly unsent, but whose id came from an earlier sending, is resumed", async (sql) => {
+  const again = await aReview(sql);
+  await desk.requeue(sql, again.id);
+  const worker = await aWorker(sql);
+  const [job] = await claimNext(sql, worker);
+  await requests.intend(sql, worker, job);
+  assert(await requests.saveRequest(sql, again.key, "r1"));
+  const unsent = { id: job.id, attempt: job.attempt, outcome: "failed", unsent: true } as const;
+  assertEquals(await queue.settle(sql, worker, [{ ...unsent, error: "closed" }]), [job.id]);
+  const [resumed] = await claimNext(sql, worker);
+  assertEquals([resumed.id, resumed.request_id], [again.id, "r1"]);
+});
+
 test("a request that is saved is resumed after a crash, but not for ever", async (sql) => {
   const [entry] = await queue.enqueue(sql, [{ kind: "charge" }]);
   await sql`update ${jobsTable(sql)} set request_key = gen_random_uuid(), sent_at = now(),
@@ -370,11 +384,83 @@ test("to try paid work again resumes its request and pays only when told to", as
   assertEquals((await desk.retry(sql, { ids: [uncertain.id], payAgain: true })).length, 1);
 });
 
+test("to try a job again gives its paid request to no other job, and one owner's want stops no other's", async (sql) => {
+  const paidFailure = async (key: string, request: string) => {
+    const failed = await aFailure(sql, "not collected", { kind: "charge", unique_key: key });
+    await sql`update ${jobsTable(sql)} set request_key = gen_random_uuid(), sent_at = now(),
+      request_id = ${request} where id = ${failed.id}`;
+    return failed;
+  };
+  // Another job has its unique key by now.
+  const old = await paidFailure("k", "r-old");
+  const [other] = await queue.enqueue(sql, [{ kind: "charge", unique_key: "k", payload: "new" }]);
+  assertEquals(await desk.retry(sql, { kind: "charge" }), []);
+  await assertRejects(
+    () => desk.retry(sql, { ids: [old.id] }),
+    queue.Refused,
+    `job ${old.id} has a paid request, and another job has its unique key "k"`,
+  );
+  const [waiting] = await claimNext(sql, await aWorker(sql));
+  assertEquals([waiting.id, waiting.request_id], [other.id, null]);
+
+  // Two with one key: one now, the other when that has ended.
+  const [one, two] = [await paidFailure("l", "r-one"), await paidFailure("l", "r-two")];
+  assertEquals((await desk.retry(sql, { kind: "charge" })).map(({ id }) => id), [one.id]);
+  const worker = await aWorker(sql);
+  const [first] = await claimNext(sql, worker);
+  assertEquals(first.request_id, "r-one");
+  await queue.finish(sql, worker, first, 1);
+  assertEquals((await desk.retry(sql, { kind: "charge" })).map(({ id }) => id), [two.id]);
+  await queue.finish(sql, worker, (await claimNext(sql, worker))[0], 1);
+
+  // Credits for two of the three of one owner, and the job of another who comes after.
+  for (const owner of ["poor", "rich"]) await deposit(sql, owner, 10);
+  const priced: queue.Enqueued[] = [];
+  for (const owner of ["poor", "poor", "poor", "rich"]) {
+    priced.push(await aFailure(sql, "no", { owner, price: 4 }));
+  }
+  const tried = (await desk.retry(sql, { kind: "b" })).map(({ id }) => id);
+  assertEquals(tried, [0, 1, 3].map((n) => priced[n].id));
+  await assertRejects(
+    () => desk.retry(sql, { ids: [priced[2].id] }),
+    queue.Refused,
+    'owner "poor" has 2 credits, 4 are needed',
+  );
+});
+
+test("all that are in review have their turn to be asked for, and one odd answer is its own job's trouble", async (sql) => {
+  const reviews: { id: string; key: string }[] = [];
+  for (let n = 0; n < 45; n++) reviews.push(await aReview(sql));
+  const asked: string[] = [];
+  const answers = {
+    charge: {
+      ...testKinds.charge,
+      lookup: (key: string) => {
+        asked.push(key);
+        if (key === reviews[3].key) throw new Error("a\0b");
+        return Promise.resolve(
+          key === reviews[4].key ? "r\0" : key === reviews[44].key ? "r" : null,
+        );
+      },
+    },
+  };
+  const found = [];
+  for (let pass = 0; pass < 3; pass++) {
+    found.push(...(await lookUpReviews(via(sql), answers, 60)).found);
+  }
+  assertEquals(new Set(asked).size, 45);
+  assertEquals(asked.length, 45);
+  assertEquals(found, [reviews[44].id]);
+  const items = await desk.reviews(sql);
+  assertEquals(items.find(({ id }) => id === reviews[3].id)?.look_up, "a\ufffdb");
+  assertStringIncludes(items.find(({ id }) => id === reviews[4].id)!.look_up!, "0x00");
+});
+
 test("a job in review goes on once its service has its request; the others say what it said", async (sql) => {
   Object.assign(service, { mood: "fine", sent: new Map(), charges: 0 });
   const [has, not] = [await aReview(sql), await aReview(sql)];
   service.sent.set(has.key, "request-found");
-  assertEquals(await lookUpReviews(via(sql), testKinds, 60), [has.id]);
+  assertEquals((await lookUpReviews(via(sql), testKinds, 60)).found, [has.id]);
   assertEquals((await stateOf(sql, has)).status, "queued");
   assertEquals((await stateOf(sql, not)).status, "review");
   assertEquals(
@@ -383,8 +469,8 @@ test("a job in review goes on once its service has its request; the others say w
   );
   // Not asked again within the time, and found once it is there.
   service.sent.set(not.key, "request-late");
-  assertEquals(await lookUpReviews(via(sql), testKinds, 60), []);
-  assertEquals(await lookUpReviews(via(sql), testKinds, 0), [not.id]);
+  assertEquals((await lookUpReviews(via(sql), testKinds, 60)).found, []);
+  assertEquals((await lookUpReviews(via(sql), testKinds, 0)).found, [not.id]);
 });
 
 test(
