@@ -61,6 +61,8 @@ export interface BandServiceOptions {
   workMs?: number;
   /** How long it keeps its reply to itself in the mood `slow`. */
   slowMs?: number;
+  /** False: it charges again for a key that it has charged for, as a service that knows no keys. */
+  honoursKeys?: boolean;
 }
 
 /** A service that runs. */
@@ -93,7 +95,7 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
 /** Starts the service, on any free port of this machine unless told otherwise. */
 export async function startBandService(options: BandServiceOptions = {}): Promise<BandService> {
   const { port = 0, hostname = "127.0.0.1", workMs = 2000, slowMs = 3000 } = options;
-  const desk = new Desk(workMs);
+  const desk = new Desk(workMs, options.honoursKeys ?? true);
   const over = new AbortController();
   const late = () => pause(slowMs, over.signal);
   const server = createServer((req, res) => {
@@ -132,7 +134,7 @@ class Desk {
   /** Counted apart from that, so that a fault there would show as a second charge. */
   readonly #charges = new Map<string, Charge>();
 
-  constructor(readonly workMs: number) {}
+  constructor(readonly workMs: number, readonly honoursKeys: boolean) {}
 
   get isDown(): boolean {
     return this.#mood === "down";
@@ -165,7 +167,7 @@ class Desk {
   /** Accepts a request and charges for it, unless that was done under its key before. */
   accept(charge: Charge, title: string, bytes: number): { id: string; isNew: boolean } {
     const known = this.#requests.get(charge.key);
-    if (known) return { id: known.id, isNew: false };
+    if (known && this.honoursKeys) return { id: known.id, isNew: false };
     const id = crypto.randomUUID();
     this.#requests.set(charge.key, { id, title, bytes, chargedAtMs: performance.now() });
     charge.id = id;

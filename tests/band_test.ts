@@ -399,8 +399,8 @@ test(
 );
 
 const workerFlags = ["--jobs", path("jobs.ts")];
-const startBandWorker = (url: string, service: BandService) =>
-  startWorker(url, workerFlags, [], { SIDING_BAND_URL: service.url });
+const startBandWorker = (url: string, service: BandService, flags: string[] = []) =>
+  startWorker(url, [...workerFlags, ...flags], [], { SIDING_BAND_URL: service.url });
 
 test(
   "a worker that dies between the charge and its reply leaves the job in review, where the look-up by its key finds it",
@@ -476,6 +476,30 @@ test(
     assert(isAlive(slow.pid));
   },
   { slowMs: 6000, workMs: 100 },
+);
+
+test(
+  "a worker that is stopped while an id waits to be stored stores it first, and then gives its job back",
+  async (sql, service, url) => {
+    service.setMood("slow", 1);
+    const id = await enqueueBand(sql);
+    await using proxy = startProxy(url);
+    await using worker = startBandWorker(proxy.url, service, ["--drain-s", "0", "--lease-s", "60"]);
+    await waitFor(() => service.charges()[0]?.charges, "the charge");
+    proxy.cut();
+    const said = new RegExp(
+      `the id ${service.charges()[0].id} of its request .* is not stored yet`,
+    );
+    await waitFor(() => said.test(worker.log()), "its id to be in the log");
+    worker.kill("SIGTERM");
+    await waitFor(() => worker.log().includes("stopping"), "the worker to stop");
+    proxy.mend();
+    assertEquals(await worker.ended, 0);
+    const [job] = await queue.get(sql, [id]);
+    assertEquals([job.status, job.releases, job.crashes, job.failures], ["queued", 1, 0, 0]);
+    assertEquals((await paidOf(sql, id)).id, service.charges()[0].id);
+  },
+  { slowMs: 1000, workMs: 600_000 },
 );
 
 test(

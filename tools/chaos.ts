@@ -25,6 +25,7 @@ import {
   findProblems,
   historyOf,
   installRecorder,
+  overlaps,
   type Problem,
 } from "../dev/chaos/checks.ts";
 import { drawFaults, type Fault, faultKinds, random } from "../dev/chaos/faults.ts";
@@ -44,6 +45,8 @@ const ENDING_MS = 15_000;
 const PROGRESS_MS = 5000;
 /** Between two jobs, about. */
 const JOB_EVERY_MS = 250;
+/** Where jobs note, in the workers' temporary folder, that they are at work. */
+const EFFECTS = "effects";
 const OWNERS = ["ann", "bob", "cyd", "poor"];
 
 const workerFlags = [
@@ -141,7 +144,8 @@ async function begin(seed: number, workers: number): Promise<World> {
   for (const owner of OWNERS) {
     await db.run((sql) => deposit(sql, owner, owner === "poor" ? 20 : 1_000_000));
   }
-  const service = await startBandService({ workMs: 500, slowMs: 2000 });
+  // It would charge twice for what is sent twice.
+  const service = await startBandService({ workMs: 500, slowMs: 2000, honoursKeys: false });
   return {
     ...{ folder, dataDir, server, url, db, service },
     serviceProxy: startProxy(service.url),
@@ -398,7 +402,12 @@ async function runEmpty(world: World, signal: AbortSignal): Promise<void> {
 
 async function verify(world: World): Promise<Problem[]> {
   const { db, book, service, folder } = world;
-  const problems = await db.run((sql) => findProblems(sql, book, service.charges()), 60_000);
+  const effects = await Deno.readTextFile(join(folder, EFFECTS)).catch(() => "");
+  await rm(join(folder, EFFECTS), { force: true });
+  const problems = [
+    ...await db.run((sql) => findProblems(sql, book, service.charges()), 60_000),
+    ...overlaps(effects),
+  ];
   // The processes of jobs end with their workers; their folders go then, or at the next one's start.
   const endMs = performance.now() + ENDING_MS;
   let left = await processesIn(folder);

@@ -95,6 +95,16 @@ export async function findProblems(sql: Pool, book: Book, charges: Charge[]): Pr
         where was ->> 'status' in ('done', 'failed', 'cancelled')
           and became ->> 'status' is distinct from was ->> 'status'`,
     ),
+    rows(
+      "it failed without one of the reasons that there are",
+      sql`select id::text as job, error as detail from ${s}.jobs where status = 'failed'
+        and not (crashes >= 4 or releases > 20 or failures > case kind when 'band' then 50 else 5 end)`,
+    ),
+    rows(
+      "it is in review though somebody must have known whether it was sent",
+      sql`select id::text as job, error as detail from ${s}.jobs where status = 'review'
+        and error !~ 'not known whether the request was sent|fell silent'`,
+    ),
     paidOnce(sql, charges),
     audit(sql).then((found) =>
       found.map(({ job_id, owner, problem }) => ({
@@ -130,30 +140,33 @@ async function enqueuedOnce(sql: Pool, { stands, never }: Book): Promise<Problem
 }
 
 /**
- * A running job was changed by somebody who had lost it: not by the worker that has it, not by a
- * recovery after its lease, and not by one of the two writes that are anybody's: the late id, and
- * the wish to cancel it.
+ * A job was moved, or a running one changed, by somebody who may not: a claim is in the name of who
+ * wrote it, and from running a job is moved by the worker that has it, or by a recovery after its
+ * lease. Anybody's are only the promotion of what is due, the late id, and the wish to cancel.
  */
 async function strayWrites(sql: Pool): Promise<Problem[]> {
   const rows = await sql<{ job: string; who: string; was: string; became: string }[]>`
     select w.job::text, w.who, w.was::text, w.became::text from chaos.writes w
-    left join chaos.boots b on b.boot_id = (w.was ->> 'worker_id')::uuid
-    where w.was ->> 'status' = 'running'
-      and w.who is distinct from 'siding worker ' || b.name
-      and not (w.at > (w.was ->> 'lease_until')::timestamptz
-               and w.became ->> 'status' in ('queued', 'review', 'failed', 'cancelled'))
-      and not (w.became - '{request_id,sent_at,cancel_requested_at}'::text[]
-               = w.was - '{request_id,sent_at,cancel_requested_at}'::text[])
-    union all
-    select w.job::text, w.who, w.was::text, w.became::text from chaos.writes w
-    left join chaos.boots b on b.boot_id = (w.became ->> 'worker_id')::uuid
-    where w.was ->> 'status' = 'queued' and w.became ->> 'status' = 'running'
-      and w.who is distinct from 'siding worker ' || b.name`;
+    left join chaos.boots had on had.boot_id = (w.was ->> 'worker_id')::uuid
+    left join chaos.boots got on got.boot_id = (w.became ->> 'worker_id')::uuid
+    where w.was is not null and w.became is not null
+      and (w.was - ${anybodys}::text[]) <> (w.became - ${anybodys}::text[])
+      and not case w.was ->> 'status' || ' to ' || (w.became ->> 'status')
+        when 'scheduled to queued' then true
+        when 'scheduled to cancelled' then w.who = 'chaos'
+        when 'queued to cancelled' then w.who = 'chaos'
+        when 'queued to running' then coalesce(w.who = 'siding worker ' || got.name, false)
+        when 'review to queued' then w.became ->> 'request_id' is not null
+        else w.was ->> 'status' = 'running' and (
+          coalesce(w.who = 'siding worker ' || had.name, false)
+          or (w.at > (w.was ->> 'lease_until')::timestamptz
+              and w.became ->> 'status' in ('queued', 'review', 'failed', 'cancelled'))) end`;
   return rows.map(({ job, who, was, became }) => ({
     job,
     what: `${who} wrote to it without having it: ${was} became ${became}`,
   }));
 }
+const anybodys = "{request_id,sent_at,cancel_requested_at}";
 
 /** One charge a job at the most; done means charged; every charge's id is stored. */
 async function paidOnce(sql: Pool, charges: Charge[]): Promise<Problem[]> {
@@ -181,6 +194,22 @@ async function paidOnce(sql: Pool, charges: Charge[]): Promise<Problem[]> {
     }
   }
   return problems;
+}
+
+/** Two attempts of one job were at work at once, by what they noted: lines of job and attempt. */
+export function overlaps(effects: string): Problem[] {
+  const last = new Map<string, number>();
+  const problems = new Map<string, Problem>();
+  // As the kernel had them, whose order is that of the writes.
+  for (const line of effects.trim().split("\n").filter(Boolean)) {
+    const [job, attempt] = line.split(" ");
+    const newest = Math.max(Number(attempt), last.get(job) ?? 0);
+    if (Number(attempt) < newest) {
+      problems.set(job, { job, what: `attempt ${attempt} was at work though ${newest} had begun` });
+    }
+    last.set(job, newest);
+  }
+  return [...problems.values()];
 }
 
 /** All that happened to a job, a line each. */

@@ -18,7 +18,7 @@ async function work({ n, ms }: z.output<typeof payload>, { signal, report }: Con
 }
 
 export const kinds = {
-  /** A process with a child, which leaves a file. */
+  /** A process with a child, which leaves a file, and notes that it is at work beside its folder. */
   free: process({
     payload,
     ...quickly,
@@ -27,12 +27,17 @@ export const kinds = {
       "-c",
       `read -r job
        n=$(echo "$job" | sed 's/.*"n":\\([0-9]*\\).*/\\1/')
-       s=$(echo "$job" | sed 's/.*"ms":\\([0-9]*\\).*/\\1/' | awk '{print $1 / 2000}')
+       id=$(echo "$job" | sed 's/.*"id":"\\([0-9]*\\).*/\\1/')
+       attempt=$(echo "$job" | sed 's/.*"attempt":\\([0-9]*\\).*/\\1/')
+       turns=$(($(echo "$job" | sed 's/.*"ms":\\([0-9]*\\).*/\\1/') / 100))
        sleep 600 &
-       echo '{"stage": "first half", "progress": 0.1}'
-       sleep "$s"
-       echo '{"stage": "second half", "progress": 0.5}'
-       sleep "$s"
+       turn=0
+       while [ $turn -le $turns ]; do
+         echo "$id $attempt" >>../effects
+         echo '{"stage": "turn '$turn'"}'
+         sleep 0.1
+         turn=$((turn + 1))
+       done
        echo "$n" > out/n.txt
        echo '{"result": {"n": '"$n"'}}'`,
     ],
