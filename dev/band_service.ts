@@ -61,6 +61,8 @@ export interface BandServiceOptions {
   workMs?: number;
   /** How long it keeps its reply to itself in the mood `slow`. */
   slowMs?: number;
+  /** How long after its charge it replies to any request. */
+  replyMs?: number;
   /** False: it charges again for a key that it has charged for, as a service that knows no keys. */
   honoursKeys?: boolean;
 }
@@ -97,7 +99,8 @@ export async function startBandService(options: BandServiceOptions = {}): Promis
   const { port = 0, hostname = "127.0.0.1", workMs = 2000, slowMs = 3000 } = options;
   const desk = new Desk(workMs, options.honoursKeys ?? true);
   const over = new AbortController();
-  const late = () => pause(slowMs, over.signal);
+  const late = (mood: Mood) =>
+    pause((options.replyMs ?? 0) + (mood === "slow" ? slowMs : 0), over.signal);
   const server = createServer((req, res) => {
     // What is left to fail here is the connection.
     serve(desk, req, res, late).catch(() => req.socket.destroy());
@@ -202,7 +205,7 @@ async function serve(
   desk: Desk,
   req: IncomingMessage,
   res: ServerResponse,
-  late: () => Promise<void>,
+  late: (mood: Mood) => Promise<void>,
 ): Promise<void> {
   const { pathname, searchParams } = new URL(req.url!, "http://band");
   const route = `${req.method} ${pathname}`;
@@ -224,7 +227,7 @@ async function receive(
   req: IncomingMessage,
   res: ServerResponse,
   title: string,
-  late: () => Promise<void>,
+  late: (mood: Mood) => Promise<void>,
 ): Promise<void> {
   // Counted and let go. Half a recording, of a client that went away, throws and is no call.
   let bytes = 0;
@@ -241,7 +244,7 @@ async function receive(
   if (mood === "drop") return void req.socket.destroy();
   const { id, isNew } = desk.accept(charge, title, bytes);
   if (mood === "charge-and-drop") return void req.socket.destroy();
-  if (mood === "slow") await late();
+  await late(mood);
   const status = isNew ? 201 : 200;
   if (mood === "twice") req.socket.write(rawReply(status, { id }));
   reply(res, status, { id });

@@ -37,13 +37,20 @@ end_job() {
   kill -KILL "-$job"
 }
 
+# Whoever starts something here waits for its end: where the worker is process 1 of a container, nobody
+# else would, and each would stay as a zombie.
+put_out() {
+  [ -z "$1" ] || { kill "$1" && wait "$1"; }
+}
+
 (
   timer=
+  trap 'put_out "$timer"; exit' TERM
   while read -r seconds; do
-    [ -z "$timer" ] || kill "$timer"
+    put_out "$timer"
     (
       nap=
-      trap '[ -z "$nap" ] || kill "$nap"; exit' TERM # or its sleep would stay, one more at each renewal
+      trap 'put_out "$nap"; exit' TERM
       sleep "$seconds" &
       nap=$!
       wait "$nap" || exit
@@ -56,6 +63,7 @@ end_job() {
   mark unwatched
   end_job
 ) <&3 3<&- >/dev/null 2>&1 &
+watch=$!
 exec 3<&-
 
 { wait "$job"; } 2>/dev/null # the shell would say "Killed" in the job's name
@@ -65,5 +73,6 @@ kill -KILL "-$job" 2>/dev/null
 # What waits above, with its sleeps: this shell leads their process group.
 trap '' TERM
 kill -TERM 0
+wait "$watch"
 [ ! -e unwatched ] || rm -rf "$PWD"
 exit "$code"

@@ -1,12 +1,15 @@
 /** Workers as real processes: what they do with jobs, signals, lost databases and each other. */
 import { assert, assertEquals, assertStringIncludes } from "@std/assert";
+import { fileURLToPath } from "node:url";
 import { connect, type Pool, schema, via } from "../db.ts";
 import { outputsOf, writeFile } from "../files.ts";
 import * as queue from "../queue.ts";
-import { databaseTest as test, waitFor } from "./database.ts";
+import { databaseTest as test, testDatabase, waitFor } from "./database.ts";
 import { enqueue, enqueueMany } from "./kinds.ts";
-import { isAlive, skewedClock, startWorker } from "./processes.ts";
+import { hasty, isAlive, skewedClock, startWorker } from "./processes.ts";
 import { startProxy } from "../dev/proxy.ts";
+
+const workerPath = fileURLToPath(new URL("../worker.ts", import.meta.url));
 
 async function jobOf(sql: Pool, { id }: { id: string }): Promise<queue.JobView> {
   return (await queue.get(sql, [id]))[0];
@@ -265,6 +268,50 @@ test("a process that ignores SIGTERM is killed", async (sql, url) => {
   await queue.cancel(sql, entry.id);
   await reaches(sql, entry, "cancelled");
   await gone(pids);
+});
+
+/** Why a worker cannot be process 1 of a namespace of its own here, or null. */
+const noNamespace = await new Deno.Command("unshare", {
+  args: ["--pid", "--fork", "--mount-proc", "true"],
+  stdout: "null",
+  stderr: "null",
+}).output().then(({ success }) => success ? null : "unshare is not allowed", () => "no unshare");
+
+Deno.test({
+  name: "a worker that is process 1 of its container leaves no zombies" +
+    (noNamespace ? ` (skipped: ${noNamespace})` : ""),
+  ignore: noNamespace !== null,
+  async fn() {
+    await using database = await testDatabase();
+    const sql = connect(database.url, { max: 1 });
+    const args = ["--pid", "--fork", "--mount-proc", "--kill-child", Deno.execPath()];
+    const child = new Deno.Command("unshare", {
+      args: [...args, "run", "-A", "--quiet", workerPath, ...hasty],
+      env: { DATABASE_URL: database.url },
+      stdout: "null",
+      stderr: "null",
+    }).spawn();
+    try {
+      const go = await Deno.makeTempFile();
+      const entry = await enqueue(sql, "until", { gone: go });
+      await reaches(sql, entry, "running");
+      const [{ until }] = await sql`select now() + interval '2 s' as until`; // ten renewals
+      await waitFor(async () => (await sql`select now() > ${until} as yes`)[0].yes, "renewals");
+      await Deno.remove(go);
+      await reaches(sql, entry, "done");
+      const path = `/proc/${child.pid}/task/${child.pid}/children`;
+      const worker = Deno.readTextFileSync(path).trim();
+      const theirs = Deno.readTextFileSync(`/proc/${worker}/task/${worker}/children`).trim();
+      const states = theirs.split(" ").filter(Boolean).map((pid) =>
+        Deno.readTextFileSync(`/proc/${pid}/stat`).replace(/^\d+ /, "")
+      );
+      assertEquals(states.filter((stat) => stat.includes(") Z ")), []);
+    } finally {
+      child.kill("SIGKILL");
+      await child.status;
+      await sql.end({ timeout: 1 });
+    }
+  },
 });
 
 test("a worker that finds its job given away kills it and writes nothing", async (sql, url) => {

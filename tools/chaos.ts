@@ -47,6 +47,7 @@ const PROGRESS_MS = 5000;
 const JOB_EVERY_MS = 250;
 /** Where jobs note, in the workers' temporary folder, that they are at work. */
 const EFFECTS = "effects";
+const JOBS = ["free", "quick", "quick", "flaky", "chain", "band", "band"];
 const OWNERS = ["ann", "bob", "cyd", "poor"];
 
 const workerFlags = [
@@ -144,8 +145,10 @@ async function begin(seed: number, workers: number): Promise<World> {
   for (const owner of OWNERS) {
     await db.run((sql) => deposit(sql, owner, owner === "poor" ? 20 : 1_000_000));
   }
-  // It would charge twice for what is sent twice.
-  const service = await startBandService({ workMs: 500, slowMs: 2000, honoursKeys: false });
+  // It charges twice for what is sent twice, and leaves some time between a charge and its reply.
+  const service = await startBandService({
+    ...{ workMs: 500, replyMs: 600, slowMs: 1500, honoursKeys: false },
+  });
   return {
     ...{ folder, dataDir, server, url, db, service },
     serviceProxy: startProxy(service.url),
@@ -274,7 +277,8 @@ function restartPostgres(world: World, signal: Deno.Signal, awayMs: number): Pro
 }
 
 function setMood(world: World, size: number): void {
-  const mood = moods[Math.floor(size * moods.length)];
+  const [, ...bad] = moods; // the first is fine
+  const mood = bad[Math.floor(size * bad.length)];
   world.service.setMood(mood, 4);
   count(world, `mood ${mood}`);
 }
@@ -285,8 +289,10 @@ async function enqueueJobs(world: World, over: AbortSignal): Promise<void> {
   const underWay: Promise<unknown>[] = [];
   for (let n = 1; !over.aborted; n++) {
     // All that is drawn is drawn here, before anything waits: the order is the seed's.
-    const kind = ["free", "quick", "quick", "flaky", "chain", "band"][Math.floor(draw() * 6)];
-    const plan = { n, kind, ms: Math.round(draw() * 1500), how: draw(), cancel: draw() };
+    const kind = JOBS[Math.floor(draw() * JOBS.length)];
+    // Some outlast a lease, so that it can be lost under them.
+    const ms = Math.round(draw() < 0.15 ? 3000 + draw() * 6000 : draw() * 1500);
+    const plan = { n, kind, ms, how: draw(), cancel: draw() };
     const owner = OWNERS[Math.floor(draw() * OWNERS.length)];
     const delay_s = draw() < 0.2 ? draw() * 5 : 0;
     const price = kind === "band" || draw() < 0.5 ? 1 + Math.floor(draw() * 9) : undefined;
