@@ -1,5 +1,5 @@
 /**
- * What the tests share: a database of their own, and waiting for a condition.
+ * What the tests share: a database of their own, and waiting for a condition (wait.ts).
  *
  * The server is the one of DATABASE_URL_TEST (`deno task test` sets it, as does CI). Without that
  * an embedded one is started for the test file, so that `deno test -A tests/queue_test.ts` works
@@ -9,6 +9,8 @@ import postgres from "postgres";
 import { connect, type Pool } from "../db.ts";
 import { startPostgres } from "../dev/postgres.ts";
 import { migrate } from "../migrate.ts";
+
+export { waitFor } from "./wait.ts";
 
 /** A database of its own for a test; dropped when disposed of. */
 export interface TestDatabase extends AsyncDisposable {
@@ -56,24 +58,6 @@ export function databaseTest(name: string, body: (sql: Pool, url: string) => Pro
       await sql.end({ timeout: 1 });
     }
   });
-}
-
-/**
- * Asks every 20 ms until `condition` is truthy, and returns what it was. Fails, naming `what`,
- * when that is not so within `timeoutMs`; an error of the condition's own fails at once.
- */
-export async function waitFor<T>(
-  condition: () => T | Promise<T>,
-  what: string,
-  { timeoutMs = 20_000 }: { timeoutMs?: number } = {},
-): Promise<Exclude<T, undefined | null | false | 0 | "">> {
-  const deadline = performance.now() + timeoutMs;
-  for (;;) {
-    const value = await condition();
-    if (value) return value as Exclude<T, undefined | null | false | 0 | "">;
-    if (performance.now() > deadline) throw new Error(`Waited ${timeoutMs} ms for ${what}`);
-    await new Promise((resolve) => setTimeout(resolve, 20));
-  }
 }
 
 /** The database that is copied for each test: made once per server and state of the migrations. */
