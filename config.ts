@@ -53,6 +53,13 @@ export const text = (help: string): Setting<string | undefined> => ({
   fallback: undefined,
   help,
 });
+/** The address of a service; `undefined` when absent. */
+export const url = (help: string): Setting<string | undefined> => ({
+  parse: checked(z.url({ protocol: /^https?$/ })),
+  rule: "it must be a URL that begins with https:// or http://",
+  fallback: undefined,
+  help,
+});
 /** An instant, such as 2026-12-01T08:00:00Z; `undefined` when absent. */
 export const instant = (help: string): Setting<Date | undefined> => ({
   parse: checked(z.iso.datetime({ offset: true }).transform((text) => new Date(text))),
@@ -118,6 +125,15 @@ export const settings = {
   jobs: {
     ...text("the module with the kinds of job; jobs.ts if not given"),
   },
+  railwayUrl: url("Railway's API, where it is another than the real one"),
+  railwayRegion: text("the region whose replicas are scaled, where the service has several"),
+  railwayWrite: {
+    parse: checked(z.enum(["update", "commit"])),
+    rule: "it must be update or commit",
+    fallback: "update",
+    help: "how the count is set: serviceInstanceUpdate, or environmentPatchCommit",
+  } as Setting<"update" | "commit">,
+  railwayCallsPerHour: int(500, 1, 10_000, "calls of Railway's API; Hobby has 1000, Pro 10000"),
   logLevel: {
     parse: checked(z.enum(["debug", "info", "warning", "error"])),
     rule: "it must be debug, info, warning or error",
