@@ -500,6 +500,22 @@ const mutants: Mutant[] = [
     test: "recover_test.ts",
     filter: "it waits in review",
   },
+  {
+    invariant: "I12",
+    what: "data that is taken although there is an error beside it",
+    file: "railway_call.ts",
+    cut: ["if (response.ok && data && !errors?.length)", "if (response.ok && data)"],
+    test: "railway_test.ts",
+    filter: "in the mood partial",
+  },
+  {
+    invariant: "I14",
+    what: "a failure's message as it came",
+    file: "railway_call.ts",
+    cut: ['secret ? message.replaceAll(secret, "…") : message', "message"],
+    test: "railway_test.ts",
+    filter: "the token appears in no message",
+  },
 ];
 
 async function main(words: string[]): Promise<number> {
