@@ -516,6 +516,94 @@ const mutants: Mutant[] = [
     test: "railway_test.ts",
     filter: "the token appears in no message",
   },
+  {
+    invariant: "I11",
+    what: "an excess that does not wait for idle",
+    file: "policy.ts",
+    cut: [
+      "  if (!idle) held = Math.max(held, platform.configured);\n",
+      "",
+    ],
+    test: "policy_test.ts",
+    filter: "3000 random histories",
+  },
+  {
+    invariant: "I11",
+    what: "a busy worker that is not asked about",
+    file: "policy.ts",
+    cut: [
+      "all.running + workers.busy === 0",
+      "all.running === 0",
+    ],
+    test: "policy_test.ts",
+    filter: "so does a busy worker",
+  },
+  {
+    invariant: "I11",
+    what: "what runs outside the open queues left out",
+    file: "policy.ts",
+    cut: [
+      "    all.running += row.running_here;\n",
+      "    if (row.served && !row.paused) all.running += row.running_here;\n",
+    ],
+    test: "policy_test.ts",
+    filter: "what runs holds the count",
+  },
+  {
+    invariant: "I11",
+    what: "jobs that wait while no worker reports taken for none",
+    file: "policy.ts",
+    cut: [
+      "row.served || workers.reporting === 0",
+      "row.served",
+    ],
+    test: "policy_test.ts",
+    filter: "without any worker that reports",
+  },
+  {
+    invariant: "I11",
+    what: "a step above the most",
+    file: "policy.ts",
+    cut: [
+      "const wanted = Math.min(needed, limits.most);",
+      "const wanted = needed;",
+    ],
+    test: "policy_test.ts",
+    filter: "up to the most",
+  },
+  {
+    invariant: "I11",
+    what: "an excess that is set again above the most",
+    file: "policy.ts",
+    cut: [
+      "Math.min(before.wanted, Math.max(limits.most, platform.configured))",
+      "before.wanted",
+    ],
+    test: "policy_test.ts",
+    filter: "an excess that was lowered from outside",
+  },
+  {
+    invariant: "I12",
+    what: "a look that did not see the queue taken for an idle one",
+    file: "policy.ts",
+    cut: [
+      "queue !== null && claimable(queue).idle",
+      "queue === null || claimable(queue).idle",
+    ],
+    test: "policy_test.ts",
+    filter: "begins the idle run anew",
+  },
+  {
+    invariant: "I12",
+    what: "an idle run over a time without looks",
+    file: "policy.ts",
+    cut: [
+      "at_ms - memory.at_ms > policy.gapS * 1000",
+      "at_ms < memory.at_ms",
+    ],
+    test: "policy_test.ts",
+    filter: "over a time without looks",
+  },
 ];
 
 async function main(words: string[]): Promise<number> {
