@@ -386,7 +386,8 @@ function climb({ work, workers, limits, held, policy, sinceStepS }: Situation): 
     return stay("in_time", `${here} will start them within ${policy.waitTargetS} s`);
   }
   if (needed <= held) {
-    return stay("missing", `${here} would do, of which ${workers.reporting} report`);
+    const there = counted(workers.reporting, "reports", "report");
+    return stay("missing", `${here} would do, of which ${there}`);
   }
   if (held >= limits.most) {
     return stay(

@@ -231,7 +231,7 @@ Deno.test("replicas that crash or never report are no reason to climb, and an al
   look(30, { waiting: 2, running: 1, up: 1, crashed: 2 });
   const it = look(120, { waiting: 2, running: 1, up: 1, crashed: 2 });
   assertEquals(gist(it), [3, false, "missing"]);
-  assertEquals(it.reason, "2 jobs wait and 1 runs: 3 workers would do, of which 1 report");
+  assertEquals(it.reason, "2 jobs wait and 1 runs: 3 workers would do, of which 1 reports");
   assertEquals(it.alarms, ["crashed", "unreached"]);
   // More jobs are a reason.
   assertEquals(gist(look(150, { waiting: 5, running: 1, up: 1 })), [4, true, "up"]);
