@@ -109,6 +109,12 @@ export const settings = {
   concurrency: int(1, 1, 1000, "jobs at a time"),
   queues: nameList("work these queues only"),
   kinds: nameList("work these kinds only"),
+  pool: {
+    parse: checked(z.string().regex(NAME)),
+    rule: "it must be a name of [a-z0-9_.-], at most 63 long",
+    fallback: "default",
+    help: "the workers that one controller scales together",
+  } as Setting<string>,
   pollMaxMs: int(2000, 10, 60_000, "how often an idle worker looks for jobs, give or take a fifth"),
   heartbeatMs: int(15_000, 100, 60_000, "how often a worker renews its leases"),
   leaseS: int(120, 1, 3600, "how long a job stays with a worker that is not heard of"),

@@ -152,6 +152,7 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
   const bootId = await start.run((sql) =>
     processes.register(sql, {
       role: "worker",
+      pool: settings.pool,
       name,
       version: config.VERSION,
       queues: settings.queues,

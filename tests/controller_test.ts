@@ -1,0 +1,290 @@
+/** Controllers with real workers on the local Railway: what they see, decide, record and do. */
+import { assert, assertEquals, assertStringIncludes } from "@std/assert";
+import { fileURLToPath } from "node:url";
+import { connect, type Pool, schema } from "../db.ts";
+import { type LocalRailway, type RailwayOptions, startRailway } from "../dev/railway.ts";
+import { looks } from "../looks.ts";
+import * as queue from "../queue.ts";
+import { databaseTest, waitFor } from "./database.ts";
+import { enqueueMany } from "./kinds.ts";
+import { hasty, runScript, startScript } from "./processes.ts";
+
+const worker = fileURLToPath(new URL("../worker.ts", import.meta.url));
+
+/** A test with a database and a local Railway whose replicas are real workers on it. */
+function test(
+  name: string,
+  body: (sql: Pool, railway: LocalRailway, url: string) => Promise<void>,
+  options: Partial<RailwayOptions> = {},
+): void {
+  databaseTest(name, async (sql, url) => {
+    await using railway = await startRailway({
+      start: (env) =>
+        new Deno.Command(Deno.execPath(), {
+          args: ["run", "-A", "--quiet", worker, ...hasty, "--drain-s", "1"],
+          env: { DATABASE_URL: url, NO_COLOR: "1", ...env },
+          ...{ stdin: "null", stdout: "null", stderr: "null", detached: true },
+        }).spawn(),
+      ...{ startDelayMs: 100, drainMs: 3000, overlapMs: 200, restartMs: 200, seed: 1 },
+      ...options,
+    });
+    await body(sql, railway, url);
+  });
+}
+
+const envOf = (railway: LocalRailway, url: string) => ({
+  DATABASE_URL: url,
+  SIDING_RAILWAY_URL: railway.url,
+  SIDING_WORKER_SERVICE_ID: railway.serviceId,
+  RAILWAY_ENVIRONMENT_ID: railway.environmentId,
+  RAILWAY_TOKEN: railway.projectToken,
+});
+/** Short times, so that seconds show what minutes would. */
+const quick = [
+  ...["--look-ms", "200", "--heartbeat-ms", "200", "--step-s", "2", "--idle-s", "3"],
+  ...["--railway-calls-per-hour", "10000"],
+];
+const startController = (railway: LocalRailway, url: string, flags: string[] = []) =>
+  startScript("controller.ts", [...quick, ...flags], envOf(railway, url));
+
+const total = (railway: LocalRailway) =>
+  Object.values(railway.counts()).reduce((sum, count) => sum + count, 0);
+const lastLook = async (sql: Pool) => (await looks(sql, "default", 1))[0];
+const told = async (sql: Pool) =>
+  (await looks(sql, "default", 1000)).filter(({ act }) => act === "written").toReversed();
+
+/** Enqueues jobs that run until they are released. */
+async function holdJobs(sql: Pool, n: number) {
+  const gone = await Deno.makeTempFile();
+  const job = { kind: "until" as const, payload: { gone } };
+  const entries = await enqueueMany(sql, Array.from({ length: n }, () => job));
+  const jobs = () => queue.get(sql, entries.map(({ id }) => id));
+  return {
+    jobs,
+    all: async (status: queue.Status) => (await jobs()).every((job) => job.status === status),
+    release: () => Deno.remove(gone),
+  };
+}
+
+/** Waits until so many workers report. */
+const reporting = (sql: Pool, n = 1) =>
+  waitFor(async () => {
+    const [row] = await sql`select count(*)::integer as n from ${sql(schema)}.processes
+      where role = 'worker' and seen_at > now() - interval '2 s'`;
+    return row.n === n;
+  }, `${n} workers to report`);
+
+test(
+  "a burst takes the pool up to MAX by steps, and back to MIN once it is idle, no job harmed",
+  async (sql, railway, url) => {
+    await reporting(sql);
+    const first = await holdJobs(sql, 2);
+    await using _ = startController(railway, url);
+    await waitFor(() => total(railway) === 2, "a second worker to be asked for");
+    const more = await holdJobs(sql, 4);
+    await waitFor(() => total(railway) === 4, "the most");
+    await reporting(sql, 4);
+    await first.release();
+    await more.release();
+    await waitFor(async () => await first.all("done") && await more.all("done"), "all to be done");
+    await waitFor(() => total(railway) === 1, "the least");
+    await waitFor(async () => (await told(sql)).length === 3, "the rows");
+    const steps = await told(sql);
+    assertEquals(steps.map(({ wanted, code }) => [wanted, code]), [[2, "up"], [4, "up"], [
+      1,
+      "down",
+    ]]);
+    const apartMs = steps[1].at.getTime() - steps[0].at.getTime();
+    assert(apartMs >= 2000, `${apartMs} ms between two steps up`);
+    const all = [...await first.jobs(), ...await more.jobs()];
+    assertEquals(all.map(({ attempt }) => attempt), all.map(() => 1));
+    assertStringIncludes(steps[0].reason, "from 1 worker to 2");
+  },
+);
+
+test(
+  "of two controllers one acts, and the other when the first is gone",
+  async (sql, railway, url) => {
+    await reporting(sql);
+    const lookers = async () => {
+      const rows = await sql`select distinct controller from ${sql(schema)}.looks`;
+      return rows.length;
+    };
+    await using first = startController(railway, url);
+    await waitFor(async () => await lookers() === 1, "a look");
+    await using _ = startController(railway, url);
+    await waitFor(async () => {
+      const [row] = await sql`select count(*)::integer as n from ${sql(schema)}.processes
+      where role = 'controller'`;
+      return row.n === 2;
+    }, "both");
+    const before = Number((await lastLook(sql)).number);
+    await waitFor(async () => Number((await lastLook(sql)).number) > before + 3, "more looks");
+    assertEquals(await lookers(), 1);
+    first.kill("SIGKILL");
+    await first.ended;
+    await waitFor(async () => await lookers() === 2, "the other to look");
+    const jobs = await holdJobs(sql, 2);
+    await waitFor(() => total(railway) === 2, "the other to act");
+    await jobs.release();
+  },
+);
+
+test(
+  "a count that a deploy reset during a burst is set again at once, and its stopped jobs end elsewhere",
+  async (sql, railway, url) => {
+    await reporting(sql);
+    const jobs = await holdJobs(sql, 4);
+    await using _ = startController(railway, url);
+    await waitFor(() => total(railway) === 4, "the most");
+    await waitFor(() => jobs.all("running"), "all to run");
+    railway.deploy();
+    assertEquals(total(railway), 1);
+    await waitFor(() => total(railway) === 4, "it to be set again");
+    await waitFor(async () => (await told(sql)).length === 2, "the rows");
+    assertEquals((await told(sql)).map(({ code }) => code), ["up", "reassert"]);
+    await waitFor(
+      async () => (await jobs.jobs()).every(({ attempt }) => attempt === 2),
+      "all again",
+    );
+    await jobs.release();
+    await waitFor(() => jobs.all("done"), "all to be done");
+    const counts = (await jobs.jobs()).map(({ crashes, releases }) => [crashes, releases]);
+    assertEquals(counts, [[0, 1], [0, 1], [0, 1], [0, 1]]);
+  },
+);
+
+for (
+  const mood of ["unauthorized", "unauthorized-200", "limited", "unavailable", "garbage"] as const
+) {
+  test(
+    `a look that Railway leaves without an answer (${mood}) holds the count, and says why`,
+    async (sql, railway, url) => {
+      await reporting(sql);
+      const jobs = await holdJobs(sql, 3);
+      railway.setMood(mood);
+      await using controller = startController(railway, url);
+      const look = await waitFor(() => lastLook(sql), "a look");
+      assertEquals([look.code, look.act, look.seen.platform], ["unknown", "none", null]);
+      assert(look.error, "the reason");
+      const said = controller.log() + JSON.stringify(await looks(sql, "default", 100));
+      assert(!said.includes(railway.projectToken), "no token in logs or rows");
+      assertEquals(total(railway), 1);
+      await jobs.release();
+    },
+  );
+}
+
+test(
+  "a count that the plan refuses is a ceiling, recorded and not tried again at each look",
+  async (sql, railway, url) => {
+    await reporting(sql);
+    const jobs = await holdJobs(sql, 5);
+    await using _ = startController(railway, url, ["--step-s", "0"]);
+    await waitFor(() => total(railway) === 2, "what the plan takes");
+    await waitFor(async () => (await lastLook(sql)).code === "most", "it to hold");
+    const rows = await looks(sql, "default", 1000);
+    const failed = rows.filter(({ act }) => act === "failed");
+    assert(failed.length >= 1 && failed.length <= 3, `${failed.length} refused writes`);
+    assert(rows[0].alarms.includes("ceiling"), rows[0].alarms.join());
+    await jobs.release();
+  },
+  { ceiling: 2 },
+);
+
+test(
+  "what is paused, or of a kind that no worker serves, is no reason for more workers",
+  async (sql, railway, url) => {
+    await queue.setQueue(sql, "paused", { paused: true });
+    await reporting(sql);
+    await queue.enqueue(sql, [
+      { kind: "echo", queue: "paused" },
+      { kind: "nobody-serves-this" },
+      { kind: "nobody-serves-this" },
+    ]);
+    await using _ = startController(railway, url);
+    await waitFor(async () => (await looks(sql, "default")).length > 3, "looks");
+    const rows = await looks(sql, "default");
+    assertEquals([...new Set(rows.map(({ code }) => code))], ["idle"]);
+    const work = rows[0].seen.queue!.work.map(({ queue, served }) => [queue, served]).sort();
+    assertEquals(work, [["default", false], ["paused", true]]);
+    assertEquals(total(railway), 1);
+  },
+);
+
+test(
+  "--once --dry-run says what it sees and would do, does nothing, and takes part in nothing",
+  async (sql, railway, url) => {
+    await reporting(sql);
+    const jobs = await holdJobs(sql, 3);
+    const flags = ["--once", "--dry-run", "--json"];
+    for (let i = 0; i < 2; i++) {
+      const { code, stdout, stderr } = await runScript("controller.ts", flags, envOf(railway, url));
+      assertEquals(code, 0, stderr);
+      const look = JSON.parse(stdout);
+      assertEquals([look.wanted, look.write, look.code, look.dry_run], [
+        3,
+        true,
+        "up",
+        true,
+      ]);
+      assertEquals(look.seen.queue.workers.reporting, 1);
+    }
+    assertEquals(total(railway), 1);
+    assertEquals(railway.calls, ["read", "read"]);
+    assertEquals(await looks(sql, "default"), []);
+    assertEquals((await looks(sql, "default/dry-run")).map(({ act }) => act), ["dry", "dry"]);
+    const once = await runScript("controller.ts", ["--once"], envOf(railway, url));
+    assertEquals([once.code, total(railway)], [0, 3]);
+    await jobs.release();
+  },
+);
+
+test("what a controller needs and has not is told by name, with 2", async (_sql, railway, url) => {
+  const env = envOf(railway, url);
+  const wrong: [Record<string, string>, string[], string][] = [
+    [{ RAILWAY_TOKEN: "" }, [], "RAILWAY_TOKEN is not set"],
+    [{ SIDING_WORKER_SERVICE_ID: "" }, [], "SIDING_WORKER_SERVICE_ID is not set"],
+    [{ RAILWAY_ENVIRONMENT_ID: "" }, [], "RAILWAY_ENVIRONMENT_ID is not set"],
+    [{}, ["--min", "5"], "--min is 5: it must not be more than --max, 4"],
+  ];
+  for (const [without, flags, message] of wrong) {
+    const { code, stderr } = await runScript("controller.ts", flags, { ...env, ...without });
+    assertEquals(code, 2, stderr);
+    assertStringIncludes(stderr, message);
+  }
+});
+
+test(
+  "a look that is too old when Railway is to be told is dropped, and the next one acts",
+  async (sql, railway, url) => {
+    await reporting(sql);
+    const jobs = await holdJobs(sql, 2);
+    const other = connect(url, { max: 1 });
+    const release = Promise.withResolvers<void>();
+    try {
+      // The look's row cannot be written for so long.
+      const holding = other.begin(async (tx) => {
+        await tx`lock table ${tx(schema)}.looks in share mode`;
+        await release.promise;
+      });
+      await using _ = startController(railway, url, ["--statement-limit-ms", "60000"]);
+      await waitFor(() => railway.calls.length === 1, "the look");
+      const startedMs = performance.now();
+      await waitFor(() => performance.now() - startedMs > 10_500, "it to grow old");
+      assertEquals(railway.calls, ["read"]);
+      release.resolve();
+      await holding;
+      const first = await waitFor(async () => {
+        const look = (await looks(sql, "default")).at(-1);
+        return look?.act === "failed" && look;
+      }, "its end");
+      assertStringIncludes(first.error!, "too old to act on");
+      await waitFor(() => total(railway) === 2, "the next look to act");
+    } finally {
+      release.resolve();
+      await jobs.release();
+      await other.end();
+    }
+  },
+);
