@@ -18,6 +18,7 @@
  * could not be reached at the start; 130 stopped by a second signal.
  */
 import { hostname } from "node:os";
+import { controllerBeside, startWatchdog } from "./beside.ts";
 import * as config from "./config.ts";
 import { checkSchema, codeOf, Database, describe, isDisconnect, patient, pause } from "./db.ts";
 import { type Kinds, loadKinds, Stop } from "./jobs/kind.ts";
@@ -44,7 +45,10 @@ const program = {
   example: "DATABASE_URL=postgres://… deno task worker --concurrency 2 --queues default",
 };
 /** All the shared settings are a worker's. */
-const spec = config.settings;
+const spec = {
+  ...config.settings,
+  controller: config.yes("run a controller beside it, for teams that want no service for that"),
+};
 
 interface Worker {
   settings: ReturnType<typeof config.configuration<typeof spec>>;
@@ -86,6 +90,7 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
     config.repeat("watch", () => (watchdog.postMessage({}), leases.watch()), over.signal),
     config.repeat("recovery", () => tidy(worker, passes++), over.signal),
   ];
+  if (worker.settings.controller) loops.push(controllerBeside(over.signal));
   const dead = leases.dead.signal;
   const noMore = AbortSignal.any([signal, dead]);
   const hung = new Promise((resolve) => dead.addEventListener("abort", resolve));
@@ -106,14 +111,6 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   await Promise.all([db.close(), files.close(), leases.db.close()]);
   log.info(dead.aborted ? `ended: ${dead.reason.message}` : "stopped");
   return dead.aborted ? 1 : 0;
-}
-
-function startWatchdog(limitS: number): globalThis.Worker {
-  const thread = new globalThis.Worker(import.meta.resolve("./jobs/watchdog.ts"), {
-    type: "module",
-  });
-  thread.postMessage({ limitS });
-  return thread;
 }
 
 async function boot(args: string[], signal: AbortSignal): Promise<Worker> {

@@ -240,6 +240,48 @@ test(
   },
 );
 
+databaseTest(
+  "workers with a controller beside each scale themselves, and one of them acts",
+  async (sql, url) => {
+    const settings = {
+      ...{
+        SIDING_LOOK_MS: "200",
+        SIDING_HEARTBEAT_MS: "200",
+        SIDING_STEP_S: "1",
+        SIDING_IDLE_S: "2",
+      },
+      ...{ SIDING_RAILWAY_CALLS_PER_HOUR: "10000", DATABASE_URL: url, NO_COLOR: "1" },
+    };
+    let there: LocalRailway | undefined;
+    await using railway = await startRailway({
+      start: (env) =>
+        new Deno.Command(Deno.execPath(), {
+          args: ["run", "-A", "--quiet", worker, ...hasty, "--drain-s", "1", "--controller"],
+          env: {
+            ...{ ...settings, ...env, SIDING_RAILWAY_URL: there!.url },
+            RAILWAY_TOKEN: there!.projectToken,
+          },
+          ...{ stdin: "null", stdout: "null", stderr: "null", detached: true },
+        }).spawn(),
+      ...{ startDelayMs: 200, drainMs: 5000, seed: 1 },
+    });
+    there = railway;
+    await reporting(sql);
+    const jobs = await holdJobs(sql, 3);
+    await reporting(sql, 3);
+    await jobs.release();
+    await waitFor(() => total(railway) === 1, "the least");
+    await reporting(sql, 1);
+    assertEquals((await told(sql)).map(({ wanted }) => wanted), [3, 1]);
+    const [environment] = (await queue.enqueue(sql, [{ kind: "environment" }])).map(({ id }) => id);
+    const job = await waitFor(async () => {
+      const [job] = await queue.get(sql, [environment]);
+      return job.status === "done" && job;
+    }, "a job");
+    assert(!String(job.result).includes("RAILWAY_TOKEN"), "no job sees the token");
+  },
+);
+
 test("what a controller needs and has not is told by name, with 2", async (_sql, railway, url) => {
   const env = envOf(railway, url);
   const wrong: [Record<string, string>, string[], string][] = [
