@@ -5,6 +5,7 @@ import { connect, type Pool, schema } from "../db.ts";
 import { type LocalRailway, type RailwayOptions, startRailway } from "../dev/railway.ts";
 import { looks } from "../looks.ts";
 import * as queue from "../queue.ts";
+import { Railway } from "../railway.ts";
 import { databaseTest, waitFor } from "./database.ts";
 import { enqueueMany } from "./kinds.ts";
 import { hasty, runScript, startScript } from "./processes.ts";
@@ -154,6 +155,49 @@ test(
   },
 );
 
+test(
+  "a busy worker that the platform stops gives its job back at once, and it ends elsewhere",
+  async (sql, railway, url) => {
+    await reporting(sql);
+    const jobs = await holdJobs(sql, 3);
+    await using _ = startController(railway, url);
+    await reporting(sql, 3);
+    await waitFor(() => jobs.all("running"), "three to run");
+    const hand = new Railway({
+      ...{ serviceId: railway.serviceId, environmentId: railway.environmentId, url: railway.url },
+      token: { project: railway.projectToken },
+    });
+    await hand.write(1, await hand.read()); // somebody lowers it by hand; Railway chooses two
+    await waitFor(async () => (await told(sql)).at(-1)?.code === "reassert", "it to be set again");
+    await waitFor(async () => {
+      const attempts = (await jobs.jobs()).map(({ attempt }) => attempt).sort();
+      return attempts.join() === "1,2,2" && await jobs.all("running");
+    }, "the two to run elsewhere");
+    const counts = (await jobs.jobs()).map(({ crashes, releases }) => [crashes, releases]).sort();
+    assertEquals(counts, [[0, 0], [0, 1], [0, 1]]);
+    await jobs.release();
+    await waitFor(() => jobs.all("done"), "all to be done");
+  },
+);
+
+test(
+  "a leader that is killed in the middle of a look leaves its step to the next",
+  async (sql, railway, url) => {
+    await reporting(sql);
+    const jobs = await holdJobs(sql, 2);
+    railway.setMood("hang", 1);
+    await using first = startController(railway, url);
+    await waitFor(() => railway.calls.length === 1, "its look");
+    await using _ = startController(railway, url);
+    first.kill("SIGKILL");
+    await first.ended;
+    await waitFor(() => total(railway) === 2, "the other to act");
+    await waitFor(async () => (await told(sql)).length === 1, "its row");
+    assertEquals((await looks(sql, "default", 1000)).at(-1)!.number, "1");
+    await jobs.release();
+  },
+);
+
 for (
   const mood of ["unauthorized", "unauthorized-200", "limited", "unavailable", "garbage"] as const
 ) {
@@ -252,20 +296,20 @@ databaseTest(
       },
       ...{ SIDING_RAILWAY_CALLS_PER_HOUR: "10000", DATABASE_URL: url, NO_COLOR: "1" },
     };
-    let there: LocalRailway | undefined;
+    const there: { railway?: LocalRailway } = {}; // it starts replicas before we have it
     await using railway = await startRailway({
       start: (env) =>
         new Deno.Command(Deno.execPath(), {
           args: ["run", "-A", "--quiet", worker, ...hasty, "--drain-s", "1", "--controller"],
           env: {
-            ...{ ...settings, ...env, SIDING_RAILWAY_URL: there!.url },
-            RAILWAY_TOKEN: there!.projectToken,
+            ...{ ...settings, ...env, SIDING_RAILWAY_URL: there.railway!.url },
+            RAILWAY_TOKEN: there.railway!.projectToken,
           },
           ...{ stdin: "null", stdout: "null", stderr: "null", detached: true },
         }).spawn(),
       ...{ startDelayMs: 200, drainMs: 5000, seed: 1 },
     });
-    there = railway;
+    there.railway = railway;
     await reporting(sql);
     const jobs = await holdJobs(sql, 3);
     await reporting(sql, 3);
