@@ -21,7 +21,7 @@ import { hostname } from "node:os";
 import * as config from "./config.ts";
 import { checkSchema, Database, describe, patient } from "./db.ts";
 import { clocks, sinceMs } from "./lease.ts";
-import { conclude, record, survey, sweepLooks } from "./looks.ts";
+import { conclude, record, standing, survey, sweepLooks } from "./looks.ts";
 import { decide, type Decision, defaults, type Look, type Policy, refused } from "./policy.ts";
 import { deregister, register } from "./processes.ts";
 import { heartbeat } from "./queue.ts";
@@ -154,31 +154,21 @@ const silentAfterS = ({ heartbeatMs }: Settings) => 3 * heartbeatMs / 1000;
 async function look(controller: Controller): Promise<boolean> {
   const { settings, policy, db, railway, bootId, looks } = controller;
   const started = clocks();
-  // Without the database nobody leads, and nothing can be recorded: the count stays as it is.
-  const now = await db.run((sql) =>
-    survey(
-      sql,
-      bootId,
-      { workers: settings.pool, looks },
-      silentAfterS(settings),
-      policy.waitTargetS !== null,
-    )
-  );
+  const { now, queue, trouble } = await seeQueue(controller);
   if (!now.leader) {
     log.debug("another controller leads");
     return true;
   }
   let seen: Seen | null = null;
-  let error: string | null = null;
+  let error = trouble;
   try {
     seen = await railway.read();
   } catch (e) {
-    error = describe(e);
+    error = error ? `${error}; ${describe(e)}` : describe(e);
   }
-  const { at_ms, work, workers } = now;
   const platform = seen &&
     { configured: seen.total, running: seen.running, crashed: seen.crashed };
-  const it: Look = { at_ms, queue: { work, workers }, platform };
+  const it: Look = { at_ms: now.at_ms, queue, platform };
   // Other regions' replicas are there, too, and one of ours is the least that can be asked for.
   const least = Math.max(policy.min, seen?.least ?? 1);
   const decision = decide(it, now.memory, {
@@ -202,6 +192,23 @@ async function look(controller: Controller): Promise<boolean> {
   say(settings, number, it, decision, error);
   if (Number(number) % 100 === 0) await db.run((sql) => sweepLooks(sql, settings.retentionS));
   return error === null;
+}
+
+/**
+ * Sees the queue, or that it cannot be seen. Without the database nobody leads and nothing can be
+ * recorded, so that the count stays as it is: that throws.
+ */
+async function seeQueue({ settings, policy, db, bootId, looks }: Controller) {
+  const silentS = silentAfterS(settings);
+  const pools = { workers: settings.pool, looks };
+  const runTimes = policy.waitTargetS !== null;
+  try {
+    const now = await db.run((sql) => survey(sql, bootId, pools, silentS, runTimes));
+    return { now, queue: { work: now.work, workers: now.workers }, trouble: null };
+  } catch (error) {
+    const now = await db.run((sql) => standing(sql, bootId, looks, silentS));
+    return { now, queue: null, trouble: describe(error) };
+  }
 }
 
 /** Tells Railway the count, and records what came of it. @returns what went wrong */

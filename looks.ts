@@ -3,14 +3,18 @@ import { cut, schema, type Sql } from "./db.ts";
 import type { Decision, Look, Memory } from "./policy.ts";
 import { list } from "./queue.ts";
 
-/** What a controller sees of the database. */
-export interface Survey {
+/** Where a controller stands: what it needs to record a look, whatever that saw. */
+export interface Standing {
   at_ms: number;
   /** Whether the one who asked is the leader of its pool's controllers. */
   leader: boolean;
   /** The last look's, 0 before the first; and what it left. */
   number: string;
   memory: Memory | null;
+}
+
+/** What a controller sees of the database. */
+export interface Survey extends Standing {
   work: NonNullable<Look["queue"]>["work"];
   workers: NonNullable<Look["queue"]>["workers"];
 }
@@ -27,6 +31,23 @@ export async function survey(
     select at_ms, leader, number::text, memory, work, workers
     from ${sql(schema)}.survey(${controller}, ${pools.workers}, ${pools.looks},
       ${silentS}, ${runTimes})`;
+  return row;
+}
+
+/** {@linkcode survey} without what can be large: for a look that could not see the queue. */
+export async function standing(
+  sql: Sql,
+  controller: string,
+  pool: string,
+  silentS: number,
+): Promise<Standing> {
+  const [row] = await sql<Standing[]>`
+    select extract(epoch from now())::float8 * 1000 as at_ms,
+      ${sql(schema)}.is_leader(${controller}, ${silentS}) as leader,
+      coalesce(last.number, 0)::text as number, last.memory
+    from (values (1)) one
+    left join (select number, memory from ${sql(schema)}.looks
+               where pool = ${pool} order by number desc limit 1) last on true`;
   return row;
 }
 

@@ -501,6 +501,33 @@ const mutants: Mutant[] = [
     filter: "it waits in review",
   },
   {
+    invariant: "I10",
+    what: "a look that is told however old it is",
+    file: "controller.ts",
+    cut: ["if (sinceMs(started) > FRESH_MS) throw", "if (sinceMs(started) < 0) throw"],
+    test: "controller_test.ts",
+    filter: "too old when Railway is to be told",
+  },
+  {
+    invariant: "I10",
+    what: "every controller that acts",
+    file: "controller.ts",
+    cut: ["  if (!now.leader) {", "  if (!now) {"],
+    test: "controller_test.ts",
+    filter: "of two controllers one acts",
+  },
+  {
+    invariant: "I12",
+    what: "a queue that was not seen taken for an empty one",
+    file: "controller.ts",
+    cut: [
+      "return { now, queue: null, trouble: describe(error) };",
+      "return { now, queue: { work: [], workers: { reporting: 2, busy: 0, concurrency: 1 } }, trouble: describe(error) };",
+    ],
+    test: "controller_test.ts",
+    filter: "no empty queue",
+  },
+  {
     invariant: "I12",
     what: "data that is taken although there is an error beside it",
     file: "railway_call.ts",
