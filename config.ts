@@ -46,6 +46,13 @@ export const int = (fallback: number, min: number, max: number, help: string): S
   fallback,
   help,
 });
+/** A number, with a point or without. */
+export const decimal = (fallback: number, max: number, help: string): Setting<number> => ({
+  parse: checked(z.string().regex(/^\d+(\.\d+)?$/).transform(Number).pipe(z.number().max(max))),
+  rule: `it must be a number from 0 to ${max}`,
+  fallback,
+  help,
+});
 /** A text; `undefined` when absent. */
 export const text = (help: string): Setting<string | undefined> => ({
   parse: (value) => value,

@@ -110,7 +110,8 @@ Deno.test("exit codes: 2 for usage, 3 for a database that cannot be reached, els
 });
 
 const scripts = ["worker.ts", "recover.ts", "migrate.ts", "dev.ts", "schema_check.ts"];
-for (const script of [...scripts, "tools/enqueue.ts", "tools/simulate.ts", "tools/chaos.ts"]) {
+const tools = ["enqueue", "simulate", "stats", "chaos"].map((name) => `tools/${name}.ts`);
+for (const script of [...scripts, ...tools]) {
   Deno.test(`${script} answers --help with an example and --version, and refuses unknown flags with 2`, async () => {
     const run = async (...args: string[]) => {
       const path = new URL(`../${script}`, import.meta.url);

@@ -17,7 +17,7 @@
 import * as config from "../config.ts";
 import { Database } from "../db.ts";
 import { picture } from "../dev/simulation/picture.ts";
-import { type Prices, type Report, reportOf, table } from "../dev/simulation/report.ts";
+import { type Prices, type Report, reportOf, table, usage } from "../dev/simulation/report.ts";
 import { fixed, guide, type Scaler, siding } from "../dev/simulation/scalers.ts";
 import {
   generate,
@@ -37,25 +37,8 @@ const program = {
   example: "deno task simulate --generate bursts --jobs 5000 --run-mean-s 80 --svg bursts.svg",
 };
 
-/** A number, with a point or without. */
-const decimal = (
-  fallback: number,
-  max: number,
-  help: string,
-): config.Setting<number> => ({
-  parse: (text) => {
-    const value = Number(text);
-    if (!/^\d+(\.\d+)?$/.test(text) || value > max) throw new RangeError(text);
-    return value;
-  },
-  rule: `it must be a number from 0 to ${max}`,
-  fallback,
-  help,
-  flagOnly: true,
-});
-
 const { databaseUrl, prepare, statementLimitMs } = config.settings;
-const { flag, int } = config;
+const { decimal, flag, int } = config;
 const spec = {
   databaseUrl,
   prepare,
@@ -82,11 +65,7 @@ const spec = {
   drainS: flag({ ...config.settings.drainS, help: "how long a stopped replica's jobs go on" }),
   leaseS: flag({ ...config.settings.leaseS, help: "until a crashed replica's jobs go back" }),
   crashesPerHour: flag(decimal(0, 3600, "how often a replica that works crashes")),
-  vcpu: flag(decimal(2, 64, "vCPUs that a replica uses while it runs jobs")),
-  gb: flag(decimal(1.5, 512, "GB that it uses then")),
-  // Measured: a worker that waits uses 0.006 of a core and 78 MB.
-  idleVcpu: flag(decimal(0.01, 64, "vCPUs that it uses while it waits")),
-  idleGb: flag(decimal(0.1, 512, "GB that it uses then")),
+  ...usage,
   vary: config.many("Siding's policy once more, with settings such as max=8,idle-s=300"),
   svg: flag(config.text("the file for a picture of the line and the replicas")),
   json: flag(config.yes("print one JSON object instead of text")),

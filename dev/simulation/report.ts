@@ -1,4 +1,5 @@
 /** What a simulated policy comes to: waits, replica-hours, dollars. */
+import { decimal, flag } from "../../config.ts";
 import type { Trace } from "./trace.ts";
 import type { Result } from "./world.ts";
 
@@ -14,6 +15,15 @@ export interface Prices {
   idleVcpu: number;
   idleGb: number;
 }
+
+/** The flags of it. */
+export const usage = {
+  vcpu: flag(decimal(2, 64, "vCPUs that a replica uses while it runs jobs")),
+  gb: flag(decimal(1.5, 512, "GB that it uses then")),
+  // Measured: a worker that waits uses 0.006 of a core and 78 MB.
+  idleVcpu: flag(decimal(0.01, 64, "vCPUs that it uses while it waits")),
+  idleGb: flag(decimal(0.1, 512, "GB that it uses then")),
+};
 
 /** Seconds, hours and dollars rounded as they are shown. */
 export interface Report {
@@ -63,7 +73,7 @@ export function quantile(ascending: Float64Array, share: number): number {
   return ascending[Math.max(0, Math.ceil(share * ascending.length) - 1)];
 }
 
-const round = (value: number, digits: number) => Number(value.toFixed(digits));
+export const round = (value: number, digits: number) => Number(value.toFixed(digits));
 
 const COLUMNS: [string, (report: Report) => string][] = [
   ["wait p50", (r) => seconds(r.wait_p50_s)],
@@ -78,14 +88,19 @@ const COLUMNS: [string, (report: Report) => string][] = [
 ];
 const seconds = (s: number) => `${s.toFixed(1)} s`;
 
+/** Rows as lines of aligned columns: texts, whose columns are named, to the left, numbers to the right. */
+export function aligned(rows: string[][], texts = [0]): string[] {
+  const widths = rows[0].map((_, column) => Math.max(...rows.map((row) => row[column].length)));
+  const cellOf = (cell: string, i: number) =>
+    texts.includes(i) ? cell.padEnd(widths[i]) : cell.padStart(widths[i]);
+  return rows.map((row) => row.map(cellOf).join("  ").trimEnd());
+}
+
 /** The reports as text. */
 export function table({ name, arrivalS, runS, forS, waitS }: Trace, reports: Report[]): string {
   const rows = [["policy", ...COLUMNS.map(([title]) => title)]];
   for (const report of reports) rows.push([report.policy, ...COLUMNS.map(([, of]) => of(report))]);
-  const widths = rows[0].map((_, column) => Math.max(...rows.map((row) => row[column].length)));
-  const lines = rows.map((row) =>
-    row.map((cell, i) => i === 0 ? cell.padEnd(widths[i]) : cell.padStart(widths[i])).join("  ")
-  );
+  const lines = aligned(rows);
   const meanS = runS.reduce((sum, s) => sum + s, 0) / Math.max(1, runS.length);
   const head = `${arrivalS.length} jobs in ${(forS / 3600).toFixed(1)} h (${name}), ` +
     `${seconds(meanS)} each`;
