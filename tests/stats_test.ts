@@ -203,7 +203,7 @@ databaseTest("stats prints tables, or one JSON object", async (sql, url) => {
     const line of [
       /^the last 30m, from \S+Z to \S+Z$/m,
       /^done +1 {2}in this time$/m,
-      /^queued +0 {2}now$/m,
+      /^scheduled .*\nqueued +0 {2}now\nrunning .*\nreview .*\ndone .*\nfailed .*\ncancelled /m,
       /^a +1 +1\.000 s +1\.000 s +1\.000 s +20\.0 s +20\.0 s +20\.0 s$/m,
       /^\S+Z +default +2 +4 +3 jobs wait$/m,
       /^default +0\.03 +0\.07 +0\.03 +0\.0026 +0\.0051$/m, // 2·120 s, half of them busy

@@ -231,6 +231,8 @@ function shown(stats: Stats): Stats {
   };
 }
 
+/** In the order in which a job goes through them. */
+const OPEN: Status[] = ["scheduled", "queued", "running", "review"];
 const FINAL: Status[] = ["done", "failed", "cancelled"];
 
 function textOf(stats: Stats, since: string): string {
@@ -247,8 +249,8 @@ function jobsText({ states, finished, kinds }: Stats): string[] {
   if (Object.values(states).every((count) => count === 0)) {
     return ["no job finished in this time, and none is there now"];
   }
-  const counts = Object.entries(states).map(([state, count]) => [
-    ...[state, String(count), FINAL.includes(state as Status) ? "in this time" : "now"],
+  const counts = [...OPEN, ...FINAL].map((state) => [
+    ...[state, String(states[state]), FINAL.includes(state) ? "in this time" : "now"],
   ]);
   const lines = aligned([["state", "jobs", "when"], ...counts], [0, 2]);
   if (finished.cut) {
