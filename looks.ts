@@ -111,7 +111,7 @@ export async function conclude(
 export async function looks(sql: Sql, pool: string, most = 100): Promise<LookRow[]> {
   const rows = await list(sql<(Omit<LookRow, "alarms"> & { alarms: string })[]>`
     select number::text, at, seen, wanted, code, reason, to_jsonb(alarms)::text as alarms, act, error
-    from ${sql(schema)}.looks where pool = ${pool} order by number desc limit ${most}`);
+    from ${sql(schema)}.looks l where pool = ${pool} order by l.number desc limit ${most}`);
   return rows.map((row) => ({ ...row, alarms: JSON.parse(row.alarms) }));
 }
 

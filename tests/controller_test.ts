@@ -90,6 +90,9 @@ test(
     await waitFor(async () => await first.all("done") && await more.all("done"), "all to be done");
     await waitFor(() => total(railway) === 1, "the least");
     await waitFor(async () => (await told(sql)).length === 3, "the rows");
+    const numbers = (await looks(sql, "default", 1000)).map(({ number }) => Number(number));
+    assert(numbers.length > 10, `${numbers.length} looks`);
+    assertEquals(numbers, numbers.toSorted((a, b) => b - a));
     const steps = await told(sql);
     assertEquals(steps.map(({ wanted, code }) => [wanted, code]), [[2, "up"], [4, "up"], [
       1,
