@@ -295,9 +295,13 @@ export function requireDatabase(url: string | undefined): string {
   return url;
 }
 
-/** Sets up the log: JSON lines on Railway, readable text elsewhere; on stderr, which is not for results. */
+/**
+ * Sets up the log: JSON lines on Railway, readable text elsewhere, and also where dev says so, whose
+ * Railway is a local one; on stderr, which is not for results.
+ */
 export async function setUpLog(level: Values<typeof settings>["logLevel"]): Promise<void> {
-  const railway = Deno.env.get("RAILWAY_ENVIRONMENT_ID") !== undefined;
+  const railway = Deno.env.get("RAILWAY_ENVIRONMENT_ID") !== undefined &&
+    Deno.env.get("SIDING_LOG_FORMAT") !== "text";
   const colour = Deno.stderr.isTerminal() && !Deno.noColor;
   const format = railway
     ? getJsonLinesFormatter({ properties: "flatten" })

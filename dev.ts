@@ -2,15 +2,19 @@
 /**
  * All of Siding on one machine, with nothing installed but Deno.
  *
- *     deno task demo     # a temporary Postgres, two workers, the recordings of examples/, a table
+ *     deno task demo     # a temporary Postgres, the recordings of examples/, workers as needed, a table
  *     deno task dev      # the same stack, kept running; its data stay in .siding/
+ *
+ * The workers are the replicas of a local Railway (dev/railway.ts), and a controller scales them: in
+ * the demo it looks, steps and shrinks within seconds, in dev as its settings say.
  *
  * dev takes the Postgres of DATABASE_URL, if that is set, instead of starting one; demo never does.
  * It starts the example's paid service too, unless SIDING_BAND_URL names one.
- * SIGINT (Ctrl-C) and SIGTERM stop the workers, which give their jobs back, and then Postgres.
+ * SIGINT (Ctrl-C) and SIGTERM stop the controller, the workers, which give their jobs back, and then
+ * Postgres.
  *
- * Exit codes: 0 done, demo: all jobs as expected; 1 failure, or a job that was not; 2 usage;
- * 130 demo stopped before its end.
+ * Exit codes: 0 done, demo: all jobs as expected, and the pool went up and came back; 1 failure, or
+ * that was not so; 2 usage; 130 demo stopped before its end.
  */
 import { fileURLToPath } from "node:url";
 import * as config from "./config.ts";
@@ -18,25 +22,44 @@ import { connect, pause, type Pool, schema } from "./db.ts";
 import { startBandService } from "./dev/band_service.ts";
 import { runDemo } from "./dev/demo.ts";
 import { startPostgres } from "./dev/postgres.ts";
+import { type LocalRailway, startRailway } from "./dev/railway.ts";
 
-/** How long a stopped worker may take, its jobs' time to end included, before it is killed. */
+/** How long a stopped process may take, its jobs' time to end included, before it is killed. */
 const STOP_MS = 30_000;
-/** Before a worker that ended by itself is started again. */
+/** Before a controller that ended by itself is started again. */
 const RESTART_MS = 1000;
+/** How long the demo waits for its first worker. */
+const FIRST_MS = 60_000;
+/** Of its own: controllers and workers elsewhere may use the same database. */
+const POOL = "dev";
+/** The demo's times, so that seconds show what minutes would. */
+const quick = {
+  worker: ["--heartbeat-ms", "300", "--poll-max-ms", "200", "--log-level", "error"],
+  controller: [
+    ...["--look-ms", "300", "--heartbeat-ms", "1000", "--step-s", "1", "--idle-s", "3"],
+    ...["--railway-calls-per-hour", "10000", "--log-level", "warning"],
+  ],
+};
 
 const program = {
   name: "dev",
-  summary: "Runs all of Siding on this machine: Postgres, migrations and workers.",
-  example: "deno task dev --workers 4",
+  summary:
+    "Runs all of Siding on this machine: Postgres, migrations, and workers as a controller asks for.",
+  example: "deno task dev --workers 6",
 };
 const spec = {
   databaseUrl: config.settings.databaseUrl,
   demo: config.flag(config.yes("transcribe the recordings of examples/, show a table, and end")),
-  workers: config.flag(config.int(2, 1, 64, "how many workers to start")),
+  workers: config.flag(
+    config.int(4, 1, 50, "workers at the most: the controller's --max; at the least it is 1"),
+  ),
 };
 
 export async function main(args: string[], signal: AbortSignal): Promise<number> {
   const settings = config.configuration(program, spec, args);
+  if (settings.demo && settings.workers < 2) {
+    throw new config.UsageError("--workers is 1: the demo shows steps, and wants 2 at the least");
+  }
   const started = Date.now();
   const external = settings.demo ? undefined : settings.databaseUrl;
   const postgres = external ? undefined : await startPostgres(
@@ -47,84 +70,98 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
     if (postgres) say(`PostgreSQL ${postgres.version} started in ${Date.now() - started} ms`);
     if (postgres && !settings.demo) say(`its data are in ${await Deno.realPath(postgres.dataDir)}`);
     await migrate(url);
-    return settings.demo
-      ? await demo(url, settings.workers, signal)
-      : await dev(url, settings.workers, signal);
+    if (settings.demo) return await demo(url, settings.workers, signal);
+    await dev(url, settings.workers, signal);
+    say("stopped");
+    return 0;
   } finally {
     await postgres?.stop();
   }
 }
 
-/** Keeps the workers running until the signal. */
-async function dev(url: string, count: number, signal: AbortSignal): Promise<number> {
+/** Keeps the workers and their controller running until the signal. */
+async function dev(url: string, max: number, signal: AbortSignal): Promise<void> {
   await using band = Deno.env.get("SIDING_BAND_URL") ? null : await startBandService();
   if (band) {
     Deno.env.set("SIDING_BAND_URL", band.url); // the workers inherit it
     say(`a service that charges, for the kind band, is at ${band.url}`);
   }
-  say(`${count} workers run. Ctrl-C stops them. In another terminal:`);
+  await using railway = await startWorkers(url);
+  say(`a local Railway, whose replicas are the workers, is at ${railway.url}`);
+  say(`a controller asks it for 1 to ${max} of them. Ctrl-C stops all. In another terminal:`);
   say("");
   say(`    export DATABASE_URL='${url}'`);
   say("    deno task enqueue transcribe --file examples/01-up-the-stairs.wav --wait");
   say("    deno task enqueue band --file examples/01-up-the-stairs.wav --wait");
   say("");
-  await Promise.all(Array.from({ length: count }, async (_, index) => {
-    while (!signal.aborted) {
-      const code = await runWorker(url, [], signal);
-      if (signal.aborted) return;
-      say(`worker ${index + 1} ended with exit code ${code}; it is started again`);
-      await pause(RESTART_MS, signal);
-    }
-  }));
-  say("stopped");
-  return 0;
+  while (!signal.aborted) {
+    const code = await runController(url, railway, max, signal);
+    if (signal.aborted) return;
+    say(`the controller ended with exit code ${code}; it is started again`);
+    await pause(RESTART_MS, signal);
+  }
 }
 
-/** Runs the demo with workers that report often, so that there is something to see. */
-async function demo(url: string, count: number, signal: AbortSignal): Promise<number> {
+/** Runs the demo on a stack that reports, looks and steps often, so that there is something to see. */
+async function demo(url: string, max: number, signal: AbortSignal): Promise<number> {
   const over = new AbortController();
-  const flags = ["--heartbeat-ms", "300", "--poll-max-ms", "200", "--log-level", "error"];
   const stop = AbortSignal.any([signal, over.signal]);
+  await using railway = await startWorkers(url, quick.worker);
   const sql = connect(url, { max: 2, name: "siding demo" });
-  const workers = Array.from({ length: count }, async () => {
-    const code = await runWorker(url, flags, stop);
-    if (!stop.aborted) {
-      say(`a worker ended with exit code ${code}`);
-      over.abort();
-    }
+  const controller = runController(url, railway, max, stop, quick.controller).then((code) => {
+    if (stop.aborted) return;
+    say(`the controller ended with exit code ${code}`);
+    over.abort();
   });
   try {
-    await workersReport(sql, count, stop);
-    const asExpected = await runDemo(sql, stop);
+    await workerReports(sql, stop);
+    const asExpected = await runDemo(sql, POOL, stop);
     return signal.aborted ? 130 : asExpected ? 0 : 1;
   } finally {
     over.abort();
-    await Promise.all(workers);
+    await controller;
     await sql.end({ timeout: 1 });
   }
 }
 
-async function workersReport(sql: Pool, count: number, signal: AbortSignal): Promise<void> {
+async function workerReports(sql: Pool, signal: AbortSignal): Promise<void> {
+  const startedMs = performance.now();
   while (!signal.aborted) {
-    const [{ n }] = await sql`select count(*)::integer as n from ${sql(schema)}.processes`;
-    if (n >= count) return say(`${n} workers report`);
+    const rows = await sql`select from ${sql(schema)}.processes where role = 'worker'`;
+    if (rows.length > 0) return say("a worker reports");
+    if (performance.now() - startedMs > FIRST_MS) throw new Error("no worker reports");
     await pause(50, signal);
   }
 }
 
 async function migrate(url: string): Promise<void> {
-  const { success } = await script("migrate.ts", [], url).status;
+  const { success } = await script("migrate.ts", [], { DATABASE_URL: url }).status;
   if (!success) throw new Error("the migrations failed");
 }
 
-/** Runs a worker until the signal, when it is told to stop. @returns its exit code */
-async function runWorker(
+/** Starts a local Railway whose replicas are workers, one at first. */
+const startWorkers = (url: string, flags: string[] = []): Promise<LocalRailway> =>
+  startRailway({
+    start: (env) => script("worker.ts", flags, { DATABASE_URL: url, ...env }),
+    drainMs: STOP_MS,
+  });
+
+/** Runs a controller of that Railway until the signal, when it is told to stop. @returns its exit code */
+async function runController(
   url: string,
-  flags: string[],
+  railway: LocalRailway,
+  max: number,
   signal: AbortSignal,
+  flags: string[] = [],
 ): Promise<number> {
   if (signal.aborted) return 0;
-  const child = script("worker.ts", flags, url);
+  const child = script("controller.ts", ["--min", "1", "--max", String(max), ...flags], {
+    DATABASE_URL: url,
+    SIDING_RAILWAY_URL: railway.url,
+    SIDING_WORKER_SERVICE_ID: railway.serviceId,
+    RAILWAY_ENVIRONMENT_ID: railway.environmentId,
+    RAILWAY_TOKEN: railway.projectToken,
+  });
   let timer: ReturnType<typeof setTimeout> | undefined;
   const stop = () => {
     child.kill("SIGTERM");
@@ -138,14 +175,10 @@ async function runWorker(
 }
 
 /** Starts one of the entry scripts. Its signals come from here and not from the terminal. */
-function script(
-  name: string,
-  flags: string[],
-  url: string,
-): Deno.ChildProcess {
+function script(name: string, flags: string[], env: Record<string, string>): Deno.ChildProcess {
   return new Deno.Command(Deno.execPath(), {
     args: ["run", "-A", "--quiet", fileURLToPath(new URL(name, import.meta.url)), ...flags],
-    env: { DATABASE_URL: url, SIDING_END_WITH_PARENT: "1" },
+    env: { SIDING_END_WITH_PARENT: "1", SIDING_LOG_FORMAT: "text", SIDING_POOL: POOL, ...env },
     stdin: "null",
     stdout: "inherit",
     stderr: "inherit",

@@ -1,19 +1,20 @@
 /**
- * The demo: enqueues the recordings of examples/, shows the queue as it moves, and ends with a
- * table of what became of each job and whether that is what was expected.
+ * The demo: enqueues the recordings of examples/, shows the queue and the workers' count as they
+ * move, and ends with a table of what became of each job and whether that is what was expected.
  */
 import { pause, type Pool, schema, via } from "../db.ts";
 import { melodies } from "../examples/make.ts";
 import { writeFile } from "../files.ts";
 import { enqueueMany } from "../jobs.ts";
 import type { EnqueueOptions } from "../jobs/typed.ts";
+import { type LookRow, looks } from "../looks.ts";
 import type { Status } from "../queue.ts";
 
 const EXAMPLES = new URL("../examples/", import.meta.url);
 /** How often the queue is looked at. */
 const LOOK_MS = 100;
 /** The demo gives up after this. */
-const LIMIT_MS = 300_000;
+const LIMIT_MS = 180_000;
 const BAR = 24;
 
 /** By the recording's place in the folder: some that pass the others, and some that are due later. */
@@ -39,27 +40,67 @@ interface Shown {
   error: string | null;
 }
 
+/** What there is to show at one moment. */
+interface Scene {
+  jobs: Shown[];
+  /** How many workers were asked for and are there, as the controller saw it last. */
+  workers: string;
+  /** What it made of that. */
+  reason: string;
+  /** What it told Railway since the scene before, and why. */
+  told: string[];
+}
+
 /**
- * Shows the recordings being transcribed, or, once `signal` is aborted, how far that got.
+ * Shows the recordings being transcribed by as many workers as the pool's controller asks for, until
+ * there is one again; or, once `signal` is aborted, how far that got.
  *
- * @returns whether every job is done with the notes that its recording is known to have
+ * @returns whether every job is done with the notes that its recording is known to have, and the
+ * pool went up and came back
  */
-export async function runDemo(sql: Pool, signal: AbortSignal): Promise<boolean> {
+export async function runDemo(sql: Pool, pool: string, signal: AbortSignal): Promise<boolean> {
   const files = await enqueueRecordings(sql);
   const startedMs = performance.now();
-  const screen = Deno.stdout.isTerminal() ? new LiveScreen() : new PlainLines(startedMs);
+  const screen = Deno.stdout.isTerminal() ? new LiveScreen() : new PlainLines();
   let jobs: Shown[] = [];
+  let seen: LookRow[] = [];
+  let told = 0;
   while (!signal.aborted) {
     jobs = await look(sql, files);
-    screen.show(jobs);
-    if (jobs.every(isFinal) || performance.now() - startedMs > LIMIT_MS) break;
+    seen = (await looks(sql, pool, 1000)).toReversed();
+    const reasons = seen.filter(({ act }) => act === "written").map(({ reason }) => reason);
+    const atMs = performance.now() - startedMs;
+    screen.show({ jobs, ...shownOf(seen.at(-1)), told: reasons.slice(told) }, atMs);
+    told = reasons.length;
+    if (jobs.every(isFinal) && isOne(seen.at(-1)) || atMs > LIMIT_MS) break;
     await pause(LOOK_MS, signal);
   }
   screen.end();
+  const steps = stepsOf(seen);
+  const cameBack = steps.some((count) => count > 1) && isOne(seen.at(-1));
   console.log(table(jobs));
-  console.log(closingLine(jobs, signal.aborted));
-  return jobs.length > 0 && jobs.every((job) => expectation(job) === "done");
+  if (!cameBack && !signal.aborted) console.log("the workers did not become more, and one again\n");
+  console.log(`${closingLine(jobs, signal.aborted)}; workers ${steps.join(" → ")}`);
+  return cameBack && jobs.every((job) => expectation(job) === "done");
 }
+
+function shownOf(look: LookRow | undefined): Pick<Scene, "workers" | "reason"> {
+  const { platform, queue } = look?.seen ?? {};
+  if (!look || !platform || !queue) return { workers: "not seen", reason: look?.reason ?? "" };
+  const { configured, running } = platform;
+  const workers =
+    `${configured} asked for, ${running} running, ${queue.workers.reporting} reporting`;
+  return { workers, reason: look.reason };
+}
+
+/** Whether one worker was asked for and the others are gone. */
+const isOne = (look: LookRow | undefined) =>
+  look?.seen.platform?.configured === 1 && look.seen.queue?.workers.reporting === 1;
+
+/** The counts that were asked for, one after the other. */
+const stepsOf = (seen: LookRow[]) =>
+  seen.flatMap((look) => look.seen.platform?.configured ?? [])
+    .filter((count, index, all) => count !== all[index - 1]);
 
 /** Uploads the recordings, and enqueues them in one statement. @returns the file of each job id */
 async function enqueueRecordings(sql: Pool): Promise<Map<string, string>> {
@@ -142,33 +183,40 @@ function closingLine(jobs: Shown[], stopped: boolean): string {
     `wait ${spread(jobs.map((job) => job.wait_ms))}; run ${spread(jobs.map((job) => job.run_ms))}`;
 }
 
-/** A few lines of a terminal, drawn again as things move. */
+/** When it was, in the demo's time. */
+const timeOf = (atMs: number) => seconds(atMs).padStart(8);
+
+/** A few lines of a terminal, drawn again as things move, below what the controller did. */
 class LiveScreen {
   #lines = 0;
 
-  show(jobs: Shown[]): void {
+  show({ jobs, workers, reason, told }: Scene, atMs: number): void {
     const count = (status: Status) => jobs.filter((job) => job.status === status).length;
     const done = jobs.filter(isFinal).length;
     const lines = [
-      `scheduled ${count("scheduled")}  queued ${count("queued")}  running ${count("running")}  ` +
-      `done ${done}/${jobs.length} ${bar(done / jobs.length)}`,
+      `jobs     scheduled ${count("scheduled")}  queued ${count("queued")}  ` +
+      `running ${count("running")}  done ${done}/${jobs.length} ${bar(done / jobs.length)}`,
+      `workers  ${workers}`,
+      `         ${reason}`,
       ...jobs.filter((job) => job.status === "running").map((job) =>
         `  worker ${job.worker}  ${bar(job.progress ?? 0)} ${
           (job.stage ?? "").padEnd(7)
         } ${job.file}`
       ),
     ];
-    this.#draw(lines);
+    this.#draw(lines, told.map((why) => `${timeOf(atMs)}  controller: ${why}`));
   }
 
   end(): void {
     this.#draw([]);
   }
 
-  #draw(lines: string[]): void {
+  /** Draws lines in place of the last ones, and above them some that stay. */
+  #draw(lines: string[], above: string[] = []): void {
     const { columns } = Deno.consoleSize();
     const up = this.#lines > 0 ? `\r\x1b[${this.#lines}A` : "";
-    const text = lines.map((line) => `${line.slice(0, columns - 1)}\n`).join("");
+    const text = [...above, ...lines.map((line) => line.slice(0, columns - 1))]
+      .map((line) => `${line}\n`).join("");
     Deno.stdout.writeSync(new TextEncoder().encode(`${up}\x1b[J${text}`));
     this.#lines = lines.length;
   }
@@ -182,19 +230,23 @@ const bar = (part: number) => {
 /** A line for each thing that happens, where there is no terminal. */
 class PlainLines {
   readonly #seen = new Map<string, string>();
-  constructor(readonly startedMs: number) {}
 
-  show(jobs: Shown[]): void {
+  show({ jobs, workers, told }: Scene, atMs: number): void {
     for (const job of jobs) {
       const stage = job.status === "running" && job.stage ? `, ${job.stage}` : "";
-      const now = `${job.status}${stage}`;
-      if (this.#seen.get(job.id) === now) continue;
-      this.#seen.set(job.id, now);
-      const at = seconds(performance.now() - this.startedMs).padStart(8);
       const who = job.worker ? ` (worker ${job.worker})` : "";
-      console.log(`${at}  job ${job.id} ${job.file}: ${now}${who}`);
+      this.#say(`job ${job.id} ${job.file}`, `${job.status}${stage}`, atMs, who);
     }
+    for (const why of told) console.log(`${timeOf(atMs)}  controller: ${why}`);
+    this.#say("workers", workers, atMs);
   }
 
   end(): void {}
+
+  /** Says how something is, if that is new. */
+  #say(what: string, now: string, atMs: number, who = ""): void {
+    if (this.#seen.get(what) === now) return;
+    this.#seen.set(what, now);
+    console.log(`${timeOf(atMs)}  ${what}: ${now}${who}`);
+  }
 }
