@@ -3,7 +3,11 @@ import { assert, assertEquals, assertStringIncludes } from "@std/assert";
 import { fileURLToPath } from "node:url";
 import { connect, type Pool, schema } from "../db.ts";
 import { type LocalRailway, type RailwayOptions, startRailway } from "../dev/railway.ts";
+import { quantile } from "../dev/simulation/report.ts";
+import { siding } from "../dev/simulation/scalers.ts";
+import { simulate } from "../dev/simulation/world.ts";
 import { looks } from "../looks.ts";
+import { defaults } from "../policy.ts";
 import * as queue from "../queue.ts";
 import { Railway } from "../railway.ts";
 import { databaseTest, waitFor } from "./database.ts";
@@ -12,23 +16,26 @@ import { hasty, runScript, startScript } from "./processes.ts";
 
 const worker = fileURLToPath(new URL("../worker.ts", import.meta.url));
 
-/** A test with a database and a local Railway whose replicas are real workers on it. */
+/** A local Railway whose replicas are real workers on the database. */
+const workersOn = (url: string, flags: string[] = [], options: Partial<RailwayOptions> = {}) =>
+  startRailway({
+    start: (env) =>
+      new Deno.Command(Deno.execPath(), {
+        args: ["run", "-A", "--quiet", worker, ...hasty, "--drain-s", "1", ...flags],
+        env: { DATABASE_URL: url, NO_COLOR: "1", ...env },
+        ...{ stdin: "null", stdout: "null", stderr: "null", detached: true },
+      }).spawn(),
+    ...{ startDelayMs: 100, drainMs: 3000, overlapMs: 200, restartMs: 200, seed: 1 },
+    ...options,
+  });
+
 function test(
   name: string,
   body: (sql: Pool, railway: LocalRailway, url: string) => Promise<void>,
   options: Partial<RailwayOptions> = {},
 ): void {
   databaseTest(name, async (sql, url) => {
-    await using railway = await startRailway({
-      start: (env) =>
-        new Deno.Command(Deno.execPath(), {
-          args: ["run", "-A", "--quiet", worker, ...hasty, "--drain-s", "1"],
-          env: { DATABASE_URL: url, NO_COLOR: "1", ...env },
-          ...{ stdin: "null", stdout: "null", stderr: "null", detached: true },
-        }).spawn(),
-      ...{ startDelayMs: 100, drainMs: 3000, overlapMs: 200, restartMs: 200, seed: 1 },
-      ...options,
-    });
+    await using railway = await workersOn(url, [], options);
     await body(sql, railway, url);
   });
 }
@@ -345,13 +352,91 @@ databaseTest(
     await jobs.release();
     await waitFor(() => total(railway) === 1, "the least");
     await reporting(sql, 1);
-    assertEquals((await told(sql)).map(({ wanted }) => wanted), [3, 1]);
+    const steps = (await told(sql)).map(({ wanted }) => wanted);
+  assertEquals([steps[0], steps.at(-1)], [3, 1]);
     const [environment] = (await queue.enqueue(sql, [{ kind: "environment" }])).map(({ id }) => id);
     const job = await waitFor(async () => {
       const [job] = await queue.get(sql, [environment]);
       return job.status === "done" && job;
     }, "a job");
     assert(!String(job.result).includes("RAILWAY_TOKEN"), "no job sees the token");
+  },
+);
+
+test(
+  "a burst here and in the simulation agree, in wait and in replica-seconds, within 20%",
+  async (sql, railway, url) => {
+    await reporting(sql);
+    await using _ = startController(railway, url);
+    await waitFor(() => lastLook(sql), "a look");
+    const entries = await enqueueMany(
+      sql,
+      Array.from({ length: 24 }, () => ({ kind: "takes" as const, payload: 1500 })),
+    );
+    await reporting(sql, 4);
+    const [{ start_s }] = await sql`
+    select avg(extract(epoch from p.started_at - l.at))::float8 as start_s
+    from ${sql(schema)}.processes p, ${sql(schema)}.looks l
+    where p.role = 'worker' and l.act = 'written' and p.started_at > l.at`;
+    await waitFor(
+      async () => {
+        const jobs = await queue.get(sql, entries.map(({ id }) => id));
+        return jobs.every(({ status }) => status === "done");
+      },
+      "all to be done",
+      { timeoutMs: 60_000 },
+    );
+
+    const [real] = await sql`
+    with jobs as (select * from ${sql(schema)}.jobs),
+    span as (select min(due_at) as from_at, max(finished_at) as until_at from jobs),
+    stands as (
+      select (seen -> 'platform' ->> 'running')::integer as running, greatest(at, from_at) as at,
+        least(lead(at, 1, until_at) over (order by number), until_at) as until_at
+      from ${sql(schema)}.looks, span
+    )
+    select
+      (select percentile_disc(0.95) within group (order by extract(epoch from claimed_at - due_at))
+       from jobs)::float8 as wait_s,
+      (select avg(extract(epoch from finished_at - claimed_at)) from jobs)::float8 as run_s,
+      (select sum(running * extract(epoch from until_at - at)) from stands
+       where until_at > at)::float8 as replica_s`;
+    const trace = {
+      ...{ name: "burst", forS: 0, arrivalS: new Float64Array(24) },
+      runS: new Float64Array(24).fill(real.run_s),
+    };
+    const world = {
+      ...{ seed: 1, startS: start_s, drainS: 1, leaseS: 3, maxCrashes: 2 },
+      ...{ crashesPerHour: 0, concurrency: 1 },
+    };
+    const policy = { ...defaults, stepS: 2, idleS: 3 };
+    const result = await simulate(trace, world, siding("as here", policy, 0.2));
+    const agree = (what: string, here: number, there: number) =>
+      assert(Math.abs(here - there) < 0.2 * there, `${what}: ${here} s here, ${there} s simulated`);
+    agree("wait p95", real.wait_s, quantile(result.waitS, 0.95));
+    agree("replica-seconds", real.replica_s, result.replicaS);
+  },
+);
+
+databaseTest(
+  "each pool has a leader of its own, and grows for its own queues only",
+  async (sql, url) => {
+    for (const name of ["a", "b"]) await queue.setQueue(sql, name);
+    await using a = await workersOn(url, ["--pool", "a", "--queues", "a"]);
+    await using b = await workersOn(url, ["--pool", "b", "--queues", "b"]);
+    await reporting(sql, 2);
+    await using _a = startController(a, url, ["--pool", "a"]);
+    await using _b = startController(b, url, ["--pool", "b"]);
+    const gone = await Deno.makeTempFile();
+    const job = { kind: "until" as const, payload: { gone }, queue: "a" };
+    await enqueueMany(sql, [job, job, job]);
+    await waitFor(() => total(a) === 3, "the pool of that queue to grow");
+    const [{ number }] = await looks(sql, "b", 1);
+    const later = async () => Number((await looks(sql, "b", 1))[0].number) > Number(number) + 3;
+    await waitFor(later, "the other to look");
+    assertEquals(total(b), 1);
+    assertEquals([...new Set((await looks(sql, "b")).map(({ code }) => code))], ["idle"]);
+    await Deno.remove(gone);
   },
 );
 

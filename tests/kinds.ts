@@ -154,6 +154,11 @@ export const kinds = {
       }),
   }),
 
+  /** Takes so many milliseconds. */
+  takes: inline({
+    payload: z.number(),
+    work: (ms) => new Promise((resolve) => setTimeout(() => resolve(ms), ms)),
+  }),
   /** In the worker's own process: until the file that its payload names is gone, and then … */
   "inline-until": inline({ payload: z.object({ gone: z.string() }), work: untilGone }),
   /** … the worker ends, as when it runs out of memory. */
