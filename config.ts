@@ -383,8 +383,9 @@ export async function runMain(
   addEventListener("error", (event) => {
     if (/at Immediate\.nextWrite .*postgres/.test(event.error?.stack ?? "")) event.preventDefault();
   });
-  // A process that another started for itself ends when that one is gone, however it went.
-  const parent = Deno.env.get("SIDING_END_WITH_PARENT") ? Deno.ppid : undefined;
+  // A process that another started for itself ends when that one is gone, however it went. It is told
+  // the other's id: by now that one may be gone already.
+  const parent = Number(Deno.env.get("SIDING_END_WITH_PARENT") || 0);
   if (parent) setInterval(() => Deno.ppid !== parent && onSignal(), SAME_SIGNAL_MS + 100);
   try {
     Deno.exit(await main(Deno.args.slice(), stop.signal) ?? 0);

@@ -178,7 +178,12 @@ async function runController(
 function script(name: string, flags: string[], env: Record<string, string>): Deno.ChildProcess {
   return new Deno.Command(Deno.execPath(), {
     args: ["run", "-A", "--quiet", fileURLToPath(new URL(name, import.meta.url)), ...flags],
-    env: { SIDING_END_WITH_PARENT: "1", SIDING_LOG_FORMAT: "text", SIDING_POOL: POOL, ...env },
+    env: {
+      SIDING_END_WITH_PARENT: String(Deno.pid),
+      SIDING_LOG_FORMAT: "text", // for people to read: this Railway is a local one
+      SIDING_POOL: POOL,
+      ...env,
+    },
     stdin: "null",
     stdout: "inherit",
     stderr: "inherit",

@@ -80,7 +80,7 @@ export async function runDemo(sql: Pool, pool: string, signal: AbortSignal): Pro
   const cameBack = steps.some((count) => count > 1) && isOne(seen.at(-1));
   console.log(table(jobs));
   if (!cameBack && !signal.aborted) console.log("the workers did not become more, and one again\n");
-  console.log(`${closingLine(jobs, signal.aborted)}; workers ${steps.join(" → ")}`);
+  console.log(`${closingLine(jobs, signal.aborted)}; workers ${steps.join(" → ") || "not seen"}`);
   return cameBack && jobs.every((job) => expectation(job) === "done");
 }
 

@@ -180,7 +180,7 @@ export class Replicas implements AsyncDisposable {
       RAILWAY_REPLICA_ID: slot.id,
       RAILWAY_REPLICA_REGION: slot.region,
       RAILWAY_DEPLOYMENT_ID: release.id,
-      SIDING_END_WITH_PARENT: "1",
+      SIDING_END_WITH_PARENT: String(Deno.pid),
     };
     try {
       slot.process = this.#options.start(env);

@@ -109,6 +109,17 @@ Deno.test("exit codes: 2 for usage, 3 for a database that cannot be reached, els
   for (const [error, code] of codes) assertEquals(config.exitCode(error), code, String(error));
 });
 
+Deno.test("a process whose parent is gone before it could look ends all the same", async () => {
+  const gone = new Deno.Command("true").spawn();
+  await gone.status;
+  const path = new URL("../dev/band_service.ts", import.meta.url);
+  const { code } = await new Deno.Command(Deno.execPath(), {
+    args: ["run", "-A", "--quiet", path.href, "--port", "0"],
+    env: { SIDING_END_WITH_PARENT: String(gone.pid) },
+  }).output();
+  assertEquals(code, 0);
+});
+
 const scripts = ["worker.ts", "recover.ts", "migrate.ts", "dev.ts", "schema_check.ts"];
 const tools = ["enqueue", "simulate", "stats", "chaos"].map((name) => `tools/${name}.ts`);
 for (const script of [...scripts, ...tools]) {
