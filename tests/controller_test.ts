@@ -353,7 +353,7 @@ databaseTest(
     await waitFor(() => total(railway) === 1, "the least");
     await reporting(sql, 1);
     const steps = (await told(sql)).map(({ wanted }) => wanted);
-  assertEquals([steps[0], steps.at(-1)], [3, 1]);
+    assertEquals([steps[0], steps.at(-1)], [3, 1]);
     const [environment] = (await queue.enqueue(sql, [{ kind: "environment" }])).map(({ id }) => id);
     const job = await waitFor(async () => {
       const [job] = await queue.get(sql, [environment]);
