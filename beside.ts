@@ -23,7 +23,7 @@ async function keepBeside(
   while (!signal.aborted) {
     const child = new Deno.Command(Deno.execPath(), {
       args: ["run", "-A", "--quiet", fileURLToPath(new URL(script, import.meta.url))],
-      env: { ...env, SIDING_END_WITH_PARENT: "1" },
+      env: { ...env, SIDING_END_WITH_PARENT: String(Deno.pid) },
       ...{ stdin: "null", stdout: "inherit", stderr: "inherit", detached: true },
     }).spawn();
     let timer: ReturnType<typeof setTimeout> | undefined;

@@ -16,13 +16,18 @@ import { hasty, runScript, startScript } from "./processes.ts";
 
 const worker = fileURLToPath(new URL("../worker.ts", import.meta.url));
 
-/** A local Railway whose replicas are real workers on the database. */
-const workersOn = (url: string, flags: string[] = [], options: Partial<RailwayOptions> = {}) =>
+/** A local Railway whose replicas are real workers on the database. `more`: variables of theirs. */
+const workersOn = (
+  url: string,
+  flags: string[] = [],
+  options: Partial<RailwayOptions> = {},
+  more: () => Record<string, string> = () => ({}),
+) =>
   startRailway({
     start: (env) =>
       new Deno.Command(Deno.execPath(), {
         args: ["run", "-A", "--quiet", worker, ...hasty, "--drain-s", "1", ...flags],
-        env: { DATABASE_URL: url, NO_COLOR: "1", ...env },
+        env: { DATABASE_URL: url, NO_COLOR: "1", ...env, ...more() },
         ...{ stdin: "null", stdout: "null", stderr: "null", detached: true },
       }).spawn(),
     ...{ startDelayMs: 100, drainMs: 3000, overlapMs: 200, restartMs: 200, seed: 1 },
@@ -321,42 +326,45 @@ test(
 );
 
 databaseTest(
-  "workers with a controller beside each scale themselves, and one of them acts",
+  "workers with a controller beside each scale themselves; one acts, also while two deploys overlap",
   async (sql, url) => {
-    const settings = {
+    const there: { railway?: LocalRailway } = {}; // it starts replicas before we have it
+    await using railway = await workersOn(url, ["--controller"], { drainMs: 5000 }, () => ({
       ...{
         SIDING_LOOK_MS: "200",
         SIDING_HEARTBEAT_MS: "200",
-        SIDING_STEP_S: "1",
+        SIDING_STEP_S: "2",
         SIDING_IDLE_S: "2",
       },
-      ...{ SIDING_RAILWAY_CALLS_PER_HOUR: "10000", DATABASE_URL: url, NO_COLOR: "1" },
-    };
-    const there: { railway?: LocalRailway } = {}; // it starts replicas before we have it
-    await using railway = await startRailway({
-      start: (env) =>
-        new Deno.Command(Deno.execPath(), {
-          args: ["run", "-A", "--quiet", worker, ...hasty, "--drain-s", "1", "--controller"],
-          env: {
-            ...{ ...settings, ...env, SIDING_RAILWAY_URL: there.railway!.url },
-            RAILWAY_TOKEN: there.railway!.projectToken,
-          },
-          ...{ stdin: "null", stdout: "null", stderr: "null", detached: true },
-        }).spawn(),
-      ...{ startDelayMs: 200, drainMs: 5000, seed: 1 },
-    });
+      SIDING_RAILWAY_CALLS_PER_HOUR: "10000",
+      SIDING_RAILWAY_URL: there.railway!.url,
+      RAILWAY_TOKEN: there.railway!.projectToken,
+    }));
     there.railway = railway;
     await reporting(sql);
     const jobs = await holdJobs(sql, 3);
     await reporting(sql, 3);
+    railway.deploy();
+    assertEquals(total(railway), 1);
+    await waitFor(() => total(railway) >= 3, "it to be set again");
+    await waitFor(async () => (await jobs.jobs()).every(({ attempt }) => attempt > 1), "new ones");
     await jobs.release();
     await waitFor(() => total(railway) === 1, "the least");
     await reporting(sql, 1);
-    const steps = (await told(sql)).map(({ wanted }) => wanted);
-    assertEquals([steps[0], steps.at(-1)], [3, 1]);
-    const [environment] = (await queue.enqueue(sql, [{ kind: "environment" }])).map(({ id }) => id);
+    const steps = await told(sql);
+    assertEquals([steps[0].wanted, steps.at(-1)!.wanted], [3, 1]);
+    const ups = steps.filter(({ code }) => code === "up").map(({ seen }) => seen.at_ms);
+    for (const [n, atMs] of ups.entries()) assert(n === 0 || atMs - ups[n - 1] >= 2000, `${ups}`);
+    assertEquals((await jobs.jobs()).map(({ crashes }) => crashes), [0, 0, 0]);
+
+    await waitFor(async () => {
+      const [row] = await sql`select now() - started_at > interval '3 s' as old
+      from ${sql(schema)}.processes where role = 'controller'`;
+      return row?.old;
+    }, "its controller to stay");
+    const [{ id }] = await queue.enqueue(sql, [{ kind: "environment" }]);
     const job = await waitFor(async () => {
-      const [job] = await queue.get(sql, [environment]);
+      const [job] = await queue.get(sql, [id]);
       return job.status === "done" && job;
     }, "a job");
     assert(!String(job.result).includes("RAILWAY_TOKEN"), "no job sees the token");
