@@ -32,34 +32,44 @@ mark() {
 }
 
 end_job() {
-  kill -TERM "-$job"
-  sleep "$grace"
+  # The process alone, while it is still on its way to a group of its own.
+  kill -TERM "-$job" || kill -TERM "$job"
+  pause "$grace"
   kill -KILL "-$job"
+}
+
+# A sleep that a trap ends at once: a shell runs its traps after a command, but amid a `wait`.
+pause() {
+  sleep "$1" &
+  wait "$!" || exit
 }
 
 # Whoever starts something here waits for its end: where the worker is process 1 of a container, nobody
 # else would, and each would stay as a zombie.
 put_out() {
-  [ -z "$1" ] || { kill "$1" && wait "$1"; }
+  kill "-$1" "$2" && wait "$2"
 }
 
+# A shell that has just been forked loses a signal for which its parent has a trap (seen with dash, when
+# two renewals came at once). So whoever waits below has a trap only for the signal that it gets, and
+# ends what it started last with another: the watch USR1, its timer TERM, the timer's sleep KILL.
 (
+  before=$!
+  trap '[ "$!" = "$before" ] || put_out TERM "$!"; exit' USR1
   timer=
-  trap 'put_out "$timer"; exit' TERM
   while read -r seconds; do
-    put_out "$timer"
+    [ ! -e overdue ] || continue # a renewal that comes too late stops no end that has begun
+    [ -z "$timer" ] || put_out TERM "$timer"
     (
-      nap=
-      trap 'put_out "$nap"; exit' TERM
-      sleep "$seconds" &
-      nap=$!
-      wait "$nap" || exit
-      trap - TERM
+      before=$!
+      trap '[ "$!" = "$before" ] || put_out KILL "$!"; exit' TERM
+      pause "$seconds"
       mark overdue
       end_job
     ) &
     timer=$!
   done
+  [ -z "$timer" ] || put_out TERM "$timer" # else it would call overdue what was ended by wish
   mark unwatched
   end_job
 ) <&3 3<&- >/dev/null 2>&1 &
@@ -70,9 +80,6 @@ exec 3<&-
 code=$?
 # Children that the job left behind would run on, and hold its output open.
 kill -KILL "-$job" 2>/dev/null
-# What waits above, with its sleeps: this shell leads their process group.
-trap '' TERM
-kill -TERM 0
-wait "$watch"
+put_out USR1 "$watch" 2>/dev/null
 [ ! -e unwatched ] || rm -rf "$PWD"
 exit "$code"
