@@ -35,6 +35,10 @@ export interface Setting<T> {
   many?: boolean;
   /** Of one command only: read from its flag and not from a variable. */
   flagOnly?: boolean;
+  /** Its variable, where that is not the flag's name with SIDING_ before it. */
+  variable?: string;
+  /** Its value is shown nowhere. */
+  secret?: boolean;
 }
 
 const checked = <T>(schema: z.ZodType<T>) => (text: string): T => schema.parse(text);
@@ -66,6 +70,14 @@ export const url = (help: string): Setting<string | undefined> => ({
   rule: "it must be a URL that begins with https:// or http://",
   fallback: undefined,
   help,
+});
+/** A secret of at least 32 characters; `undefined` when absent. Its value is shown nowhere. */
+export const secret = (help: string): Setting<string | undefined> => ({
+  parse: checked(z.string().min(32)),
+  rule: "it must have at least 32 characters",
+  fallback: undefined,
+  help,
+  secret: true,
 });
 /** An instant, such as 2026-12-01T08:00:00Z; `undefined` when absent. */
 export const instant = (help: string): Setting<Date | undefined> => ({
@@ -108,6 +120,8 @@ export const NAME = /^[a-z0-9_.-]{1,63}$/;
 export const settings = {
   databaseUrl: {
     ...text("the Postgres of the queue; the variable is DATABASE_URL"),
+    variable: "DATABASE_URL",
+    secret: true,
     parse: checked(z.string().regex(/^postgres(ql)?:\/\//)),
     rule: "it must begin with postgres://",
   },
@@ -160,8 +174,8 @@ type Values<S> = { [K in keyof S]: S[K] extends Setting<infer T> ? T : never };
 /** The flag of a setting, as it is typed. */
 export const flagOf = (name: string) => `--${kebab(name)}`;
 const kebab = (name: string) => name.replace(/[A-Z]/g, (c) => `-${c.toLowerCase()}`);
-const variable = (name: string) =>
-  (name === "databaseUrl" ? "" : "SIDING_") + kebab(name).replaceAll("-", "_").toUpperCase();
+const variable = (name: string, setting: Setting<unknown>) =>
+  setting.variable ?? `SIDING_${kebab(name).replaceAll("-", "_").toUpperCase()}`;
 
 /** What a script is called, does and takes. */
 export interface Program {
@@ -217,7 +231,9 @@ export function configuration<S extends Record<string, Setting<unknown>>>(
       values[name] = given ?? setting.fallback;
       continue;
     }
-    const fromVariable = setting.flagOnly ? undefined : Deno.env.get(variable(name)) || undefined;
+    const fromVariable = setting.flagOnly
+      ? undefined
+      : Deno.env.get(variable(name, setting)) || undefined;
     const value = given === undefined ? fromVariable : String(given);
     if (value === undefined) {
       values[name] = setting.fallback;
@@ -226,8 +242,8 @@ export function configuration<S extends Record<string, Setting<unknown>>>(
     try {
       values[name] = setting.parse(value);
     } catch {
-      const source = given === undefined ? variable(name) : `--${flag}`;
-      const shown = name === "databaseUrl" ? "" : ` is "${value}"`;
+      const source = given === undefined ? variable(name, setting) : `--${flag}`;
+      const shown = setting.secret ? "" : ` is "${value}"`;
       throw new UsageError(`${source}${shown}: ${setting.rule}`);
     }
   }

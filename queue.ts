@@ -37,6 +37,8 @@ export interface Job {
   snoozes: number;
   /** Nothing else may run beside it: see siding.recover. */
   alone: boolean;
+  /** The W3C trace context of what enqueued it. */
+  trace_parent: string | null;
   /** Paid work: the key of its request, and the request's id once it is known. */
   request_key: string | null;
   request_id: string | null;
@@ -62,6 +64,10 @@ export interface NewJob {
   files?: string[];
   /** Credits that it costs its owner, reserved at once and captured when it is done: see credits.ts. */
   price?: number;
+  /** A URL that is told when it ends: see jobs/webhook.ts. */
+  webhook?: string;
+  /** The W3C trace context of what enqueues it. */
+  trace_parent?: string;
 }
 
 export interface Enqueued {
@@ -229,7 +235,7 @@ export async function claim(sql: Pool, ready: Ready, options: ClaimOptions): Pro
 
 /** What a worker gets of a job. */
 export const claimedColumns = `j.id::text, j.queue, j.kind, j.owner, j.price::text, j.payload,
-  j.priority, j.attempt, j.failures, j.crashes, j.releases, j.snoozes, j.alone, j.request_key, j.request_id,
+  j.priority, j.attempt, j.failures, j.crashes, j.releases, j.snoozes, j.alone, j.trace_parent, j.request_key, j.request_id,
   (extract(epoch from j.claimed_at - j.due_at) * 1000)::float8 as wait_ms`;
 
 /**
@@ -406,7 +412,8 @@ export async function failUnknownKinds(
 }
 
 /** A job as people ask for it. */
-export interface JobView extends Omit<Job, "wait_ms" | "request_key" | "request_id"> {
+export interface JobView
+  extends Omit<Job, "wait_ms" | "trace_parent" | "request_key" | "request_id"> {
   status: Status;
   stage: string | null;
   progress: number | null;

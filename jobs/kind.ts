@@ -20,6 +20,10 @@ export interface Common<S extends z.ZodType> {
   retries?: number;
   /** Seconds before the next attempt, after so many failures; 10, 30, 90, … up to an hour by default. */
   backoffS?: (failures: number) => number;
+  /** Credits that a job submitted through the site costs its owner; none by default. */
+  price?: number;
+  /** Enqueued by Siding itself, and not for submitting. */
+  internal?: boolean;
 }
 
 /** A command that reads its job as JSON from stdin and writes JSON lines to stdout; see process.ts. */

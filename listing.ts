@@ -1,0 +1,122 @@
+/**
+ * Jobs as people look for them. Each statement here reads a bounded number of rows, however many
+ * jobs there are: there is no count over all, and a page is found by the id before it.
+ */
+import { schema, type Sql } from "./db.ts";
+import { type JobView, list, type Status } from "./queue.ts";
+
+/** A job in a list: without what can be large. */
+export interface ListedJob extends
+  Pick<
+    JobView,
+    | "id"
+    | "queue"
+    | "kind"
+    | "owner"
+    | "status"
+    | "attempt"
+    | "stage"
+    | "progress"
+    | "error"
+    | "created_at"
+    | "due_at"
+    | "claimed_at"
+    | "finished_at"
+  > {}
+
+export interface JobFilter {
+  owner?: string;
+  status?: Status;
+  kind?: string;
+  queue?: string;
+}
+
+export interface Page {
+  /** The newest first. */
+  items: ListedJob[];
+  /** Where to go on, as `before`; null at the end. A page may be short, even empty, and not the last. */
+  next: string | null;
+}
+
+/** Rows that one page reads at the most. */
+export const WINDOW = 10_000;
+const UNFINISHED = ["scheduled", "queued", "running", "review"];
+
+/**
+ * One page of jobs.
+ *
+ * @param before a job's id: the page has older ones; the newest when absent
+ * @param most jobs on it, up to 1000
+ */
+export async function listJobs(
+  sql: Sql,
+  filter: JobFilter = {},
+  { before, most = 50 }: { before?: string; most?: number } = {},
+): Promise<Page> {
+  const { owner = null, status = null, kind = null, queue = null } = filter;
+  const s = sql(schema);
+  const older = sql`j.id < ${before ?? "9223372036854775807"}`;
+  const columns = sql`j.id, j.status, j.kind, j.queue, j.owner`;
+  // A literal, so that the partial index serves. Of few unfinished jobs all are read, since the
+  // newest jobs may all be finished ones; of many the newest jobs have some.
+  const literal = status && sql.unsafe(`'${status}'`);
+  const newest = sql`
+    select ${columns} from ${s}.jobs j where ${older} ${
+    owner === null ? sql`` : sql`and j.owner = ${owner}`
+  }
+    ${status === "failed" || status === "cancelled" ? sql`and j.status = ${literal!}` : sql``}
+    order by j.id desc limit ${WINDOW}`;
+  const unfinished = owner === null && status !== null && UNFINISHED.includes(status);
+  const rows = await list(
+    sql<(ListedJob & { last: string | null; scanned: number; all_read: boolean })[]>`
+    with few as materialized (
+      ${
+      unfinished
+        ? sql`select ${columns} from ${s}.jobs j where j.status = ${literal!} limit ${WINDOW}`
+        : sql`select ${columns} from ${s}.jobs j where false`
+    }
+    ),
+    range as materialized (
+      select * from few j where (select count(*) from few) < ${WINDOW} and ${older}
+      union all
+      select * from (${newest}) newest
+      where ${!unfinished} or (select count(*) from few) = ${WINDOW}
+    ),
+    found as materialized (
+      select r.id from range r
+      where (${status}::text is null or r.status = ${status}) and (${kind}::text is null or r.kind = ${kind})
+        and (${queue}::text is null or r.queue = ${queue})
+      order by r.id desc limit ${most + 1}
+    ),
+    facts as (
+      select min(r.id)::text as last, count(*)::integer as scanned,
+        ${unfinished} and (select count(*) from few) < ${WINDOW} as all_read
+      from range r
+    )
+    select f.last, f.scanned, f.all_read, j.id::text, j.queue, j.kind, j.owner, j.status, j.attempt, j.stage,
+      j.progress, j.error, j.created_at, j.due_at, j.claimed_at, j.finished_at
+    from facts f left join found on true left join ${s}.jobs j on j.id = found.id
+    order by j.id desc`,
+  );
+  const { last, scanned, all_read } = rows[0];
+  const items = rows.filter((row) => row.id !== null).slice(0, most)
+    .map(({ last: _, scanned: __, all_read: ___, ...job }) => job);
+  if (rows.length > most) return { items, next: items.at(-1)!.id };
+  return { items, next: !all_read && scanned === WINDOW ? last : null };
+}
+
+/** How an attempt that did not end in `done` ended. */
+export interface Attempt {
+  attempt: number;
+  worker: string | null;
+  claimed_at: Date | null;
+  ended_at: Date;
+  outcome: "crashed" | "released" | "snoozed" | "failed" | "cancelled" | "review" | "lost";
+  error: string | null;
+}
+
+/** The attempts of a job that did not end in `done`, the newest first, at most 100. */
+export const attempts = (sql: Sql, jobId: string): Promise<Attempt[]> =>
+  list(sql<Attempt[]>`
+    select attempt, worker, claimed_at, ended_at, outcome, error from ${sql(schema)}.attempts a
+    where job_id = ${jobId} order by a.attempt desc limit 100`);

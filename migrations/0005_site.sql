@@ -1,0 +1,362 @@
+-- The site: who may use it, what it was asked for, why attempts ended, and who is told of it.
+-- oldest code that still runs on this: 1
+
+-- Keys of the API. Of the key itself only its hash is kept: whoever reads this table cannot use one.
+create table siding.keys (
+  id bigint generated always as identity primary key,
+  owner text not null constraint key_owner_length check (length(owner) between 1 and 200),
+  name text not null default '' constraint key_name_length check (length(name) <= 200),
+  hash bytea not null constraint key_hash_length check (octet_length(hash) = 32),
+  -- Is told of the end of each job submitted with this key, unless that names another.
+  webhook text constraint key_webhook_url check (webhook ~ '^https?://' and length(webhook) <= 2000),
+  created_at timestamptz not null default now(),
+  used_at timestamptz,
+  revoked_at timestamptz
+);
+
+-- What was submitted under an Idempotency-Key, for a day: the same request again gets the same job.
+create table siding.submissions (
+  -- '' is the admin.
+  owner text not null,
+  key text not null constraint submission_key_length check (length(key) between 1 and 200),
+  fingerprint bytea not null,
+  job_id bigint,
+  created_at timestamptz not null default now(),
+  primary key (owner, key)
+);
+create index submissions_by_time on siding.submissions (created_at);
+
+-- How attempts ended that did not end in `done`: the job's row has only the last of them.
+create table siding.attempts (
+  job_id bigint not null,
+  attempt integer not null,
+  worker uuid,
+  claimed_at timestamptz,
+  ended_at timestamptz not null default now(),
+  outcome text not null constraint outcome_known check
+    (outcome in ('crashed', 'released', 'snoozed', 'failed', 'cancelled', 'review', 'lost')),
+  error text,
+  primary key (job_id, attempt)
+);
+
+-- What the site's leader found, so that people are told once, whichever site leads next.
+create table siding.alerts (
+  name text primary key,
+  -- Looks in a row that found it unwell, and whether people were told so.
+  unwell integer not null default 0,
+  told boolean not null default false,
+  codes text[] not null default '{}',
+  looked_at timestamptz not null default now()
+);
+
+alter table siding.jobs
+  -- Is told when the job ends.
+  add column webhook text,
+  -- The W3C trace context of the request that enqueued it.
+  add column trace_parent text;
+
+-- Jobs without an owner pay nothing for it. It holds finished jobs too: their owners look for them.
+create index jobs_by_owner on siding.jobs (owner, id) where owner is not null;
+-- The few among many finished ones that people ask for.
+create index jobs_not_done on siding.jobs (status, id) where status in ('failed', 'cancelled');
+
+-- Sessions that had a plan for these keep the columns of before until the function is another one.
+alter function siding.take(text, text[], integer, uuid, uuid, double precision, boolean) volatile;
+alter function siding.claim_lock(text, text[], integer, uuid, uuid, double precision, boolean) volatile;
+alter function siding.claim_repeatable_read(text, text[], integer, uuid, uuid, double precision, boolean)
+  volatile;
+
+-- One row for each attempt that did not end in `done`, so that a job that just works pays nothing.
+create function siding.keep_attempt() returns trigger language plpgsql as $$
+begin
+  insert into siding.attempts (job_id, attempt, worker, claimed_at, outcome, error)
+  values (old.id, old.attempt, old.worker_id, old.claimed_at, case
+      when new.crashes > old.crashes then 'crashed'
+      when new.releases > old.releases then 'released'
+      when new.snoozes > old.snoozes then 'snoozed'
+      when new.failures > old.failures then 'failed'
+      when new.status in ('failed', 'cancelled', 'review') then new.status
+      else 'lost' end, -- together with others, so that it counts for none
+    new.error)
+  on conflict do nothing;
+  return null;
+end $$;
+create trigger keep_attempt after update of status on siding.jobs for each row
+  when (old.status = 'running' and new.status not in ('running', 'done'))
+  execute function siding.keep_attempt();
+
+-- They go with their job. No foreign key: it would forbid to truncate the jobs.
+create function siding.drop_attempts() returns trigger language plpgsql as $$
+begin
+  if tg_op = 'TRUNCATE' then
+    truncate siding.attempts;
+  else
+    delete from siding.attempts a using gone where a.job_id = gone.id;
+  end if;
+  return null;
+end $$;
+create trigger drop_attempts after delete on siding.jobs referencing old table as gone
+  for each statement execute function siding.drop_attempts();
+create trigger truncate_attempts after truncate on siding.jobs
+  for each statement execute function siding.drop_attempts();
+
+-- Tells of a job's end by a job of its own, in a queue of its own, which commits with that end.
+insert into siding.queues (name) values ('webhooks') on conflict do nothing;
+create function siding.tell() returns trigger language plpgsql as $$
+begin
+  insert into siding.jobs (queue, kind, payload, status)
+  values ('webhooks', 'webhook', jsonb_build_object('job', new.id::text, 'url', new.webhook), 'queued');
+  return null;
+end $$;
+create trigger tell after update of status on siding.jobs for each row
+  when (new.webhook is not null and old.finished_at is null and new.finished_at is not null)
+  execute function siding.tell();
+
+-- Enqueues one job (a JSON array of one) under an Idempotency-Key, once: the same key with the same
+-- fingerprint again returns the job of the first time, and with another one is refused (SD422).
+-- `replayed`: it was there. Else as siding.enqueue.
+create function siding.submit(submitter text, idempotency_key text, print bytea, jobs jsonb)
+returns table (id bigint, created boolean, replayed boolean) language plpgsql as $$
+#variable_conflict use_column
+declare
+  before siding.submissions;
+  entry record;
+begin
+  -- Waits for one under way with the same key, which then stands or is gone.
+  insert into siding.submissions (owner, key, fingerprint) values (submitter, idempotency_key, print)
+    on conflict do nothing;
+  if not found then
+    select * into before from siding.submissions s where s.owner = submitter and s.key = idempotency_key;
+    if before.fingerprint is distinct from print then
+      raise exception 'Idempotency-Key "%" was used for another request', idempotency_key
+        using errcode = 'SD422';
+    end if;
+    return query select before.job_id, false, true;
+    return;
+  end if;
+  select e.id, e.created into entry from siding.enqueue(jobs) e;
+  update siding.submissions s set job_id = entry.id
+    where s.owner = submitter and s.key = idempotency_key;
+  return query select entry.id, entry.created, false;
+end $$;
+
+-- Tries failed jobs again, as new jobs in line: those named, or those of a kind, with a text in
+-- their error, that failed in a time, oldest first and at most `most`. Each only once. Those that
+-- are not named but cannot be tried now are left out: their owner has too few credits.
+-- A paid request that has an id is resumed and not paid for again, unless `pay_again`; one that may
+-- have been sent without our knowing its id is left out, or refused where it is named; so is one
+-- with an id whose unique key another job has, since that job is not its own.
+create or replace function siding.retry(jobs bigint[], of_kind text, with_error text, since timestamptz,
+                             until timestamptz, most integer, pay_again boolean)
+returns table (id bigint, new_id bigint, created boolean) language plpgsql as $$
+#variable_conflict use_column
+declare
+  chosen bigint[];
+  entries jsonb;
+  bad siding.jobs;
+begin
+  if jobs is not null then
+    perform from siding.jobs j where j.id = any(jobs) order by j.id for update;
+    for bad in select j.* from unnest(jobs) as n(id) left join siding.jobs j on j.id = n.id
+      where j.id is null or j.status <> 'failed' or j.retried_as is not null
+        or not (pay_again or j.sent_at is null or j.request_id is not null) limit 1
+    loop
+      if bad.id is null then
+        raise exception 'there is no job %', (select n.id from unnest(jobs) as n(id)
+          where not exists (select from siding.jobs j where j.id = n.id) limit 1)
+          using errcode = 'SD404';
+      elsif bad.retried_as is not null then
+        raise exception 'job % was tried again already, as job %', bad.id, bad.retried_as
+          using errcode = 'SD409';
+      elsif bad.status = 'failed' then
+        raise exception 'job % may have been charged for: only with pay_again is it sent again', bad.id
+          using errcode = 'SD409';
+      end if;
+      perform siding.refuse(bad.id, 'failed');
+    end loop;
+  end if;
+  chosen := array(
+    select j.id from siding.jobs j
+    where j.status = 'failed' and j.retried_as is null
+      and (jobs is null or j.id = any(jobs))
+      and (of_kind is null or j.kind = of_kind)
+      and (with_error is null or position(with_error in j.error) > 0)
+      and (since is null or j.finished_at >= since) and (until is null or j.finished_at < until)
+      and (pay_again or j.sent_at is null or j.request_id is not null)
+      and (jobs is not null or j.price is null or exists (
+        select from siding.balances b where b.owner = j.owner and b.balance >= j.price))
+    order by j.finished_at, j.id limit most
+    for update skip locked);
+  -- As many as their owners can pay, and one of each unique key.
+  chosen := array(
+    select f.id from (
+      select j.id, c.ord, j.price, coalesce(b.balance, 0) as balance,
+        sum(j.price) over (partition by j.owner order by c.ord) as needed,
+        row_number() over (partition by j.kind, j.unique_key order by c.ord) as turn, j.unique_key
+      from unnest(chosen) with ordinality as c(id, ord)
+      join siding.jobs j on j.id = c.id
+      left join siding.balances b on b.owner = j.owner and j.price is not null) f
+    where (jobs is not null or f.price is null or f.needed <= f.balance)
+      and (jobs is not null or f.unique_key is null or f.turn = 1)
+    order by f.ord);
+  select coalesce(jsonb_agg(jsonb_build_object('kind', j.kind, 'queue', j.queue, 'owner', j.owner,
+      'payload', j.payload, 'priority', j.priority, 'unique_key', j.unique_key, 'price', j.price, 'webhook', j.webhook,
+      'files', (select coalesce(jsonb_agg(i.file_id::text order by i.position), '[]')
+                from siding.job_inputs i where i.job_id = j.id)) order by c.ord), '[]') into entries
+    from unnest(chosen) with ordinality as c(id, ord) join siding.jobs j on j.id = c.id;
+  return query
+    with fresh as materialized (select * from siding.enqueue(entries)),
+    pairs as materialized (
+      select c.id, f.id as new_id, f.created
+      from unnest(chosen) with ordinality as c(id, ord) join fresh f on f.ord = c.ord
+      join siding.jobs j on j.id = c.id
+      where f.created or j.request_id is null or pay_again
+    ),
+    marked as (
+      update siding.jobs j set retried_as = p.new_id from pairs p where j.id = p.id
+      returning j.id
+    )
+    select p.id, p.new_id, p.created from pairs p join marked m on m.id = p.id order by p.id;
+  -- Its own statement, which sees the new jobs. One that was there before is left as it is.
+  if not pay_again then
+    update siding.jobs j set request_key = o.request_key, sent_at = o.sent_at, request_id = o.request_id
+      from siding.jobs o
+      where o.id = any(chosen) and o.request_id is not null and j.id = o.retried_as
+        and j.request_key is null and j.status = 'queued';
+  end if;
+  if jobs is not null then
+    for bad in select j.* from siding.jobs j where j.id = any(jobs) and j.retried_as is null limit 1 loop
+      raise exception 'job % has a paid request, and another job has its unique key "%"', bad.id, bad.unique_key
+        using errcode = 'SD409';
+    end loop;
+  end if;
+end $$;
+
+-- Enqueues a JSON array of jobs, each {kind, payload, queue, owner, priority, delay_s or due_at,
+-- unique_key, files: a list of ids, price, webhook, trace_parent}; all but the kind may be missing. Returns a row a job, in
+-- the order given: its id, and whether it was created or is the unfinished job that has its unique
+-- key already. All or nothing. Errors: SD402 too few credits, SD404 no such queue, SD410 no such
+-- file, SD422 malformed, SD429 over a limit of the queue.
+create or replace function siding.enqueue(jobs jsonb)
+returns table (ord integer, id bigint, created boolean) language plpgsql as $$
+#variable_conflict use_column
+declare
+  total integer := jsonb_array_length(jobs);
+  -- Drawn first: an insert's "returning" could not say which row came from which input.
+  drawn bigint[] := array(select nextval(pg_get_serial_sequence('siding.jobs', 'id'))
+                          from generate_series(1, total));
+  ids bigint[];
+  fresh bigint[];
+begin
+  perform siding.check_enqueue(jobs);
+  -- Each round inserts what has no holder and looks up the holder of the rest. A key has neither
+  -- when its holder finished between the two; then the round is undone and repeated, a bounded
+  -- number of times. Undone, since to go back to an earlier key while holding a later one is how
+  -- two batches deadlock (seen: within seconds, where holders come and go).
+  for round in 1..10 loop
+    begin
+      ids := drawn;
+      with rows as (
+        insert into siding.jobs
+          (id, queue, kind, owner, payload, priority, unique_key, price, webhook, trace_parent, due_at, status)
+        select ids[x.ord], coalesce(x.queue, 'default'), x.kind, x.owner, coalesce(x.payload, 'null'),
+               coalesce(x.priority, 0), x.unique_key, x.price, x.webhook, x.trace_parent, t.due_at,
+               case when t.due_at > now() then 'scheduled' else 'queued' end
+        from rows from (jsonb_to_recordset(jobs) as (queue text, kind text, owner text, payload jsonb,
+               priority integer, unique_key text, price numeric, webhook text, trace_parent text,
+               due_at timestamptz, delay_s double precision))
+               with ordinality as x(queue, kind, owner, payload, priority, unique_key, price, webhook,
+                                    trace_parent, due_at, delay_s, ord)
+        -- Not before now: an instant in the past would pass those who wait.
+        cross join lateral (select greatest(now(), coalesce(x.due_at, now() + coalesce(x.delay_s, 0)
+                                            * interval '1 second')) as due_at) t
+        -- In order of key: two batches that take the same keys in turns would deadlock.
+        order by x.kind, x.unique_key, x.ord
+        -- Waits for a holder that is not committed yet; a second of the same key in this batch yields.
+        on conflict (kind, unique_key)
+          where unique_key is not null and status in ('scheduled', 'queued', 'running', 'review')
+          do nothing
+        returning id
+      )
+      select coalesce(array_agg(id), '{}') into fresh from rows;
+      exit when cardinality(fresh) = total;
+
+      select array_agg(case when f.id is not null then d.id else holder.id end order by d.ord) into ids
+        from unnest(drawn) with ordinality as d(id, ord)
+        join rows from (jsonb_to_recordset(jobs) as (kind text, unique_key text))
+          with ordinality as x(kind, unique_key, ord) on x.ord = d.ord
+        left join unnest(fresh) as f(id) on f.id = d.id
+        left join siding.jobs holder on f.id is null
+          and holder.kind = x.kind and holder.unique_key = x.unique_key
+          and holder.status in ('scheduled', 'queued', 'running', 'review');
+      exit when array_position(ids, null) is null;
+      raise exception 'unique_key "%" was taken and freed % times in a row',
+        jobs -> (array_position(ids, null) - 1) ->> 'unique_key', round using errcode = 'SD409';
+    exception when sqlstate 'SD409' then
+      if round = 10 then
+        raise;
+      end if;
+    end;
+  end loop;
+
+  perform siding.attach_files(jobs, ids, fresh);
+  perform siding.check_limits(jobs, fresh);
+  -- A key that was twice in the batch was created once.
+  return query select u.ord::integer, u.id,
+                 f.id is not null and u.ord = min(u.ord) over (partition by u.id)
+               from unnest(ids) with ordinality as u(id, ord)
+               left join unnest(fresh) as f(id) on f.id = u.id order by u.ord;
+end $$;
+
+-- What must hold before a batch goes in.
+create or replace function siding.check_enqueue(jobs jsonb) returns void language plpgsql as $$
+declare
+  bad text;
+begin
+  select format('job %s: there is no field %s', j.ord, key) into bad
+    from jsonb_array_elements(jobs) with ordinality as j(job, ord),
+      jsonb_object_keys(j.job - '{kind,payload,queue,owner,priority,delay_s,due_at,unique_key,files,price,webhook,trace_parent}'::text[])
+        as key
+    limit 1;
+  if bad is not null then
+    raise exception '%', bad using errcode = 'SD422';
+  end if;
+  select format('job %s: %s', x.ord, problem) into bad
+    from rows from (jsonb_to_recordset(jobs) as (kind text, owner text, unique_key text, payload jsonb,
+           files jsonb, price jsonb, webhook text, trace_parent text, due_at timestamptz,
+           delay_s double precision))
+           with ordinality as x(kind, owner, unique_key, payload, files, price, webhook, trace_parent,
+                                due_at, delay_s, ord)
+    cross join lateral (select case
+      when x.kind is null then 'kind is missing'
+      when x.kind !~ '^[a-z0-9_.-]{1,63}$' then
+        format('kind is "%s": it must be 1 to 63 of a-z, 0-9, ".", "_" and "-"', left(x.kind, 100))
+      when length(x.owner) not between 1 and 200 then 'owner is not 1 to 200 characters long'
+      when length(x.unique_key) not between 1 and 200 then 'unique_key is not 1 to 200 characters long'
+      -- As large as a number of JavaScript's may be and still be what it says.
+      when not case when jsonb_typeof(x.price) = 'number' then x.price::numeric % 1 = 0
+                      and x.price::numeric between 1 and 9007199254740991
+                    else x.price is null end then
+        format('price is %s: it must be a whole number from 1 to 9007199254740991',
+          left(x.price::text, 100))
+      when x.price is not null and x.owner is null then
+        format('price is %s and owner is missing: a job with a price is somebody''s', x.price)
+      when x.webhook !~ '^https?://' or length(x.webhook) > 2000 then
+        format('webhook is "%s": it must be a URL that begins with https:// or http://, at most 2000 long',
+          left(x.webhook, 100))
+      when length(x.trace_parent) > 100 then 'trace_parent is longer than 100 characters'
+      when jsonb_typeof(x.files) <> 'array' then 'files is not a list of ids'
+      when x.due_at is not null and x.delay_s is not null then 'due_at and delay_s are both given'
+      when not isfinite(x.due_at) then 'due_at is not an instant'
+      when x.delay_s not between 0 and 315360000 then 'delay_s is not from 0 to 315360000'
+      -- The stored size is a cheap bound for the text, which is only made when it matters.
+      when pg_column_size(x.payload) > 16000 and octet_length(x.payload::text) > 1048576
+        then 'payload is larger than 1 MiB' end as problem) found
+    where problem is not null
+    order by x.ord limit 1;
+  if bad is not null then
+    raise exception '%', bad using errcode = 'SD422';
+  end if;
+
+  perform siding.lock_owners(jobs);
+end $$;

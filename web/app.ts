@@ -1,0 +1,30 @@
+/** The site as one handler: what holds for all of it, and its parts mounted. */
+import { OpenAPIHono } from "@hono/zod-openapi";
+import { secureHeaders } from "hono/secure-headers";
+import { answer, Problem } from "./problem.ts";
+import type { App, Env, Site } from "./site.ts";
+
+export function appOf(site: Site): App {
+  void site; // each part gets it: app.route("/api", api(site)), …
+  const app: App = new OpenAPIHono<Env>();
+  app.use(secureHeaders({
+    // No inline script or style, nothing from elsewhere.
+    contentSecurityPolicy: {
+      defaultSrc: ["'none'"],
+      scriptSrc: ["'self'"],
+      styleSrc: ["'self'"],
+      imgSrc: ["'self'", "data:"],
+      connectSrc: ["'self'"],
+      mediaSrc: ["'self'"],
+      formAction: ["'self'"],
+      frameAncestors: ["'none'"],
+      baseUri: ["'none'"],
+    },
+    xFrameOptions: "DENY",
+    referrerPolicy: "same-origin",
+    crossOriginEmbedderPolicy: false,
+  }));
+  app.onError((error, c) => answer(c, error));
+  app.notFound((c) => answer(c, new Problem(404, `there is nothing at ${c.req.path}`)));
+  return app;
+}
