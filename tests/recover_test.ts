@@ -5,6 +5,7 @@ import { type Pool, schema, via } from "../db.ts";
 import * as desk from "../desk.ts";
 import { inputsOf, writeFile } from "../files.ts";
 import { lookUpReviews } from "../jobs/paid.ts";
+import { attempts } from "../listing.ts";
 import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
 import * as requests from "../requests.ts";
@@ -37,6 +38,8 @@ async function claimNext(
   const token = crypto.randomUUID();
   return await queue.claim(sql, ready[0], { worker, kinds, most, leaseS, idle, token });
 }
+
+const fence = ({ id, attempt }: queue.Claimed) => ({ id, attempt });
 
 const stateOf = async (sql: Pool, { id }: { id: string }) => (await queue.get(sql, [id]))[0];
 
@@ -105,6 +108,54 @@ test("inline jobs lost together go back uncounted and run alone next; a crash al
   await claimNext(sql, await aWorker(sql), { leaseS: 0 });
   await queue.recover(sql);
   assertEquals((await stateOf(sql, entries[0])).status, "failed");
+});
+
+test("each attempt that did not end in done is kept, with why, and goes with its job", async (sql) => {
+  const worker = await aWorker(sql);
+  const [{ id }] = await queue.enqueue(sql, [{ kind: "a" }]);
+  const endings: [string, (job: queue.Claimed) => Promise<unknown>][] = [
+    ["failed", (job) => queue.fail(sql, worker, job, "the tape broke", 0)],
+    [
+      "snoozed",
+      (job) => queue.settle(sql, worker, [{ ...fence(job), outcome: "snoozed", delay_s: 0 }]),
+    ],
+    ["released", (job) => queue.release(sql, worker, job, "a deploy")],
+    ["crashed", async () => {
+      await runOut(sql);
+      await queue.recover(sql);
+    }],
+    ["done", (job) => queue.finish(sql, worker, job, 1)],
+  ];
+  for (const [, end] of endings) {
+    await queue.promote(sql);
+    const [job] = await claimNext(sql, worker);
+    await end(job);
+  }
+  const kept = (await attempts(sql, id)).toReversed();
+  assertEquals(kept.map(({ attempt, outcome }) => [attempt, outcome]), [
+    [1, "failed"],
+    [2, "snoozed"],
+    [3, "released"],
+    [4, "crashed"],
+  ]);
+  assertEquals([kept[0].error, kept[0].worker], ["the tape broke", worker]);
+  assert(kept.every((attempt) => attempt.claimed_at && attempt.claimed_at <= attempt.ended_at));
+  await sql`delete from ${jobsTable(sql)} where id = ${id}`;
+  assertEquals(await attempts(sql, id), []);
+});
+
+test("a job lost together with others, or cancelled, is kept as that", async (sql) => {
+  const worker = await aWorker(sql);
+  const entries = await queue.enqueue(sql, [{ kind: "a" }, { kind: "a" }]);
+  await claimNext(sql, worker, { most: 2, leaseS: 0 });
+  await queue.recover(sql);
+  const outcomes = async (id: string) => (await attempts(sql, id)).map(({ outcome }) => outcome);
+  assertEquals(await outcomes(entries[0].id), ["lost"]);
+  const [job] = await claimNext(sql, worker);
+  await queue.settle(sql, worker, [{ ...fence(job), outcome: "cancelled" }]);
+  assertEquals(await outcomes(job.id), ["cancelled", "lost"]);
+  await sql`truncate ${jobsTable(sql)}`;
+  assertEquals(await outcomes(job.id), []);
 });
 
 for (const claim of ["skip_locked", "lock", "repeatable_read"] as const) {
