@@ -3,31 +3,35 @@
  * All of Siding on one machine, with nothing installed but Deno.
  *
  *     deno task demo     # a temporary Postgres, the recordings of examples/, workers as needed, a table
+ *     deno task demo --open   # … which then runs on, its site with it
  *     deno task dev      # the same stack, kept running; its data stay in .siding/
  *
- * The workers are the replicas of a local Railway (dev/railway.ts), and a controller scales them: in
+ * The site's address is printed, and a link that signs in to it. The workers are the replicas of a local Railway (dev/railway.ts), and a controller scales them: in
  * the demo it looks, steps and shrinks within seconds, in dev as its settings say.
  *
  * dev takes the Postgres of DATABASE_URL, if that is set, instead of starting one; demo never does.
  * It starts the example's paid service too, unless SIDING_BAND_URL names one.
- * SIGINT (Ctrl-C) and SIGTERM stop the controller, the workers, which give their jobs back, and then
- * Postgres.
+ * SIGINT (Ctrl-C) and SIGTERM stop the site, the controller, the workers, which give their jobs back,
+ * and then Postgres.
  *
  * Exit codes: 0 done, demo: all jobs as expected, and the pool went up and came back; 1 failure, or
  * that was not so; 2 usage; 130 demo stopped before its end.
  */
 import { fileURLToPath } from "node:url";
 import * as config from "./config.ts";
+import { keepRunning, spawnScript, untilEnded } from "./child.ts";
 import { connect, pause, type Pool, schema } from "./db.ts";
 import { startBandService } from "./dev/band_service.ts";
 import { runDemo } from "./dev/demo.ts";
 import { startPostgres } from "./dev/postgres.ts";
 import { type LocalRailway, startRailway } from "./dev/railway.ts";
+import { signInLink } from "./web/auth.ts";
 
 /** How long a stopped process may take, its jobs' time to end included, before it is killed. */
 const STOP_MS = 30_000;
-/** Before a controller that ended by itself is started again. */
+/** Before a controller or site that ended by itself is started again. */
 const RESTART_MS = 1000;
+const TIMES = { restartMs: RESTART_MS, stopMs: STOP_MS };
 /** How long the demo waits for its first worker. */
 const FIRST_MS = 60_000;
 /** Of its own: controllers and workers elsewhere may use the same database. */
@@ -50,6 +54,8 @@ const program = {
 const spec = {
   databaseUrl: config.settings.databaseUrl,
   demo: config.flag(config.yes("transcribe the recordings of examples/, show a table, and end")),
+  open: config.flag(config.yes("the demo runs on, to look at its site, until it is stopped")),
+  port: config.flag(config.int(8000, 0, 65_535, "the site's port; another one where it is taken")),
   workers: config.flag(
     config.int(4, 1, 50, "workers at the most: the controller's --max; at the least it is 1"),
   ),
@@ -57,6 +63,9 @@ const spec = {
 
 export async function main(args: string[], signal: AbortSignal): Promise<number> {
   const settings = config.configuration(program, spec, args);
+  if (settings.open && !settings.demo) {
+    throw new config.UsageError("--open is of --demo: dev runs on anyway");
+  }
   if (settings.demo && settings.workers < 2) {
     throw new config.UsageError("--workers is 1: the demo shows steps, and wants 2 at the least");
   }
@@ -70,8 +79,9 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
     if (postgres) say(`PostgreSQL ${postgres.version} started in ${Date.now() - started} ms`);
     if (postgres && !settings.demo) say(`its data are in ${await Deno.realPath(postgres.dataDir)}`);
     await migrate(url);
-    if (settings.demo) return await demo(url, settings.workers, signal);
-    await dev(url, settings.workers, signal);
+    const site = await siteOf(url, settings.port);
+    if (settings.demo) return await demo(url, site, settings, signal);
+    await dev(url, site, settings.workers, signal);
     say("stopped");
     return 0;
   } finally {
@@ -79,8 +89,8 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   }
 }
 
-/** Keeps the workers and their controller running until the signal. */
-async function dev(url: string, max: number, signal: AbortSignal): Promise<void> {
+/** Keeps the site, the workers and their controller running until the signal. */
+async function dev(url: string, site: Site, max: number, signal: AbortSignal): Promise<void> {
   await using band = Deno.env.get("SIDING_BAND_URL") ? null : await startBandService();
   if (band) {
     Deno.env.set("SIDING_BAND_URL", band.url); // the workers inherit it
@@ -94,34 +104,99 @@ async function dev(url: string, max: number, signal: AbortSignal): Promise<void>
   say("    deno task enqueue transcribe --file examples/01-up-the-stairs.wav --wait");
   say("    deno task enqueue band --file examples/01-up-the-stairs.wav --wait");
   say("");
-  while (!signal.aborted) {
-    const code = await runController(url, railway, max, signal);
-    if (signal.aborted) return;
-    say(`the controller ended with exit code ${code}; it is started again`);
-    await pause(RESTART_MS, signal);
-  }
+  await Promise.all([
+    keepRunning(() => startController(url, railway, max), signal, TIMES, (code) => {
+      say(`the controller ended with exit code ${code}`);
+    }),
+    keepSite(site, signal),
+  ]);
 }
 
 /** Runs the demo on a stack that reports, looks and steps often, so that there is something to see. */
-async function demo(url: string, max: number, signal: AbortSignal): Promise<number> {
+async function demo(
+  url: string,
+  site: Site,
+  { workers: max, open }: { workers: number; open: boolean },
+  signal: AbortSignal,
+): Promise<number> {
   const over = new AbortController();
   const stop = AbortSignal.any([signal, over.signal]);
   await using railway = await startWorkers(url, quick.worker);
   const sql = connect(url, { max: 2, name: "siding demo" });
-  const controller = runController(url, railway, max, stop, quick.controller).then((code) => {
+  const controller = untilEnded(
+    startController(url, railway, max, quick.controller),
+    stop,
+    STOP_MS,
+  ).then((code) => {
     if (stop.aborted) return;
     say(`the controller ended with exit code ${code}`);
     over.abort();
   });
+  const sites = keepSite(site, stop);
   try {
     await workerReports(sql, stop);
     const asExpected = await runDemo(sql, POOL, stop);
+    if (open && !stop.aborted) {
+      say(`\nthe site: ${site.link} — Ctrl-C stops all`);
+      await new Promise((resolve) => stop.addEventListener("abort", resolve));
+      return asExpected ? 0 : 1;
+    }
     return signal.aborted ? 130 : asExpected ? 0 : 1;
   } finally {
     over.abort();
-    await controller;
+    await Promise.all([controller, sites]);
     await sql.end({ timeout: 1 });
   }
+}
+
+/** The site as dev runs it: with secrets of its own, for this run. */
+interface Site {
+  env: Record<string, string>;
+  address: string;
+  /** Signs in whoever follows it. */
+  link: string;
+}
+
+async function siteOf(url: string, wantedPort: number): Promise<Site> {
+  const secret = () => crypto.getRandomValues(new Uint8Array(32)).toHex();
+  const secrets = { admin: secret(), session: secret() };
+  const port = freePort(wantedPort);
+  const address = `http://localhost:${port}`;
+  // Of the workers too, which send what it signs; and here nothing is too private to be told.
+  Deno.env.set("SIDING_WEBHOOK_SECRET", secret());
+  Deno.env.set("SIDING_WEBHOOK_PRIVATE", "true");
+  return {
+    env: {
+      DATABASE_URL: url,
+      PORT: String(port),
+      SIDING_HOST: "127.0.0.1",
+      SIDING_ADMIN_TOKEN: secrets.admin,
+      SIDING_SESSION_SECRET: secrets.session,
+      SIDING_OPEN_METRICS: "true",
+    },
+    address,
+    link: `${address}${await signInLink(secrets)}`,
+  };
+}
+
+/** The port that is wanted, or where it is taken any other. */
+function freePort(wanted: number): number {
+  const take = (port: number) => {
+    using listener = Deno.listen({ hostname: "127.0.0.1", port });
+    return listener.addr.port;
+  };
+  try {
+    return take(wanted);
+  } catch (error) {
+    if (!(error instanceof Deno.errors.AddrInUse)) throw error;
+    return take(0);
+  }
+}
+
+function keepSite(site: Site, signal: AbortSignal): Promise<void> {
+  say(`the site: ${site.address}; signed in, for a day: ${site.link}`);
+  const start = () => script("web.ts", ["--log-level", "warning"], site.env);
+  return keepRunning(start, signal, TIMES, (code) => say(`the site ended with exit code ${code}`));
 }
 
 async function workerReports(sql: Pool, signal: AbortSignal): Promise<void> {
@@ -146,50 +221,19 @@ const startWorkers = (url: string, flags: string[] = []): Promise<LocalRailway> 
     drainMs: STOP_MS,
   });
 
-/** Runs a controller of that Railway until the signal, when it is told to stop. @returns its exit code */
-async function runController(
-  url: string,
-  railway: LocalRailway,
-  max: number,
-  signal: AbortSignal,
-  flags: string[] = [],
-): Promise<number> {
-  if (signal.aborted) return 0;
-  const child = script("controller.ts", ["--min", "1", "--max", String(max), ...flags], {
+/** Starts a controller of that Railway. */
+const startController = (url: string, railway: LocalRailway, max: number, flags: string[] = []) =>
+  script("controller.ts", ["--min", "1", "--max", String(max), ...flags], {
     DATABASE_URL: url,
     SIDING_RAILWAY_URL: railway.url,
     SIDING_WORKER_SERVICE_ID: railway.serviceId,
     RAILWAY_ENVIRONMENT_ID: railway.environmentId,
     RAILWAY_TOKEN: railway.projectToken,
   });
-  let timer: ReturnType<typeof setTimeout> | undefined;
-  const stop = () => {
-    child.kill("SIGTERM");
-    timer = setTimeout(() => child.kill("SIGKILL"), STOP_MS);
-  };
-  signal.addEventListener("abort", stop);
-  const { code } = await child.status;
-  signal.removeEventListener("abort", stop);
-  clearTimeout(timer);
-  return code;
-}
 
-/** Starts one of the entry scripts. Its signals come from here and not from the terminal. */
-function script(name: string, flags: string[], env: Record<string, string>): Deno.ChildProcess {
-  return new Deno.Command(Deno.execPath(), {
-    args: ["run", "-A", "--quiet", fileURLToPath(new URL(name, import.meta.url)), ...flags],
-    env: {
-      SIDING_END_WITH_PARENT: String(Deno.pid),
-      SIDING_LOG_FORMAT: "text", // for people to read: this Railway is a local one
-      SIDING_POOL: POOL,
-      ...env,
-    },
-    stdin: "null",
-    stdout: "inherit",
-    stderr: "inherit",
-    detached: true,
-  }).spawn();
-}
+/** Starts one of the entry scripts, in the pool of dev, with a log for people: this Railway is a local one. */
+const script = (name: string, flags: string[], env: Record<string, string>) =>
+  spawnScript(name, flags, { SIDING_LOG_FORMAT: "text", SIDING_POOL: POOL, ...env });
 
 function say(line: string): void {
   console.log(line);
