@@ -1,11 +1,11 @@
 /** The site as one handler: what holds for all of it, and its parts mounted. */
 import { OpenAPIHono } from "@hono/zod-openapi";
 import { secureHeaders } from "hono/secure-headers";
+import { api } from "./api.ts";
 import { answer, Problem } from "./problem.ts";
 import type { App, Env, Site } from "./site.ts";
 
 export function appOf(site: Site): App {
-  void site; // each part gets it: app.route("/api", api(site)), …
   const app: App = new OpenAPIHono<Env>();
   app.use(secureHeaders({
     // No inline script or style, nothing from elsewhere.
@@ -24,6 +24,7 @@ export function appOf(site: Site): App {
     referrerPolicy: "same-origin",
     crossOriginEmbedderPolicy: false,
   }));
+  app.route("/api", api(site));
   app.onError((error, c) => answer(c, error));
   app.notFound((c) => answer(c, new Problem(404, `there is nothing at ${c.req.path}`)));
   return app;
