@@ -57,7 +57,8 @@ export function mediaTypeOf(name: string): string {
  * @param name its name, whose folders are left away
  * @param maxBytes the largest size allowed
  * @param maker the attempt whose output it is; none for an upload
- * @throws FileTooLarge
+ * @throws FileTooLarge, or what the stream or the database failed with; then nothing of it is kept,
+ * as far as the database can be told so
  */
 export async function writeFile(
   db: Via,
@@ -74,13 +75,36 @@ export async function writeFile(
     values (${base}, ${media_type}, ${maker?.id ?? null}, ${maker?.attempt ?? null})
     returning id::text`
   );
+  try {
+    const bytes = await writeChunks(db, { id, name: base }, content, maxBytes);
+    const rows = await db.run((sql) =>
+      sql`
+      update ${
+        sql(schema)
+      }.files set complete = true, bytes = ${bytes} where id = ${id} returning id`
+    );
+    if (rows.length === 0) throw new FileSwept(base);
+    return { id, name: base, media_type, bytes };
+  } catch (error) {
+    // The sweep would, in an hour; until then a large part of a file takes room.
+    await db.run((sql) => sql`delete from ${sql(schema)}.files where id = ${id}`).catch(() => {});
+    throw error;
+  }
+}
+
+/** @returns how many bytes it has */
+async function writeChunks(
+  db: Via,
+  { id, name }: Pick<FileInfo, "id" | "name">,
+  content: ReadableStream<Uint8Array>,
+  maxBytes: number,
+): Promise<number> {
   let bytes = 0;
   let number = 0;
   for await (const chunk of chunksOf(content)) {
     bytes += chunk.length;
     if (bytes > maxBytes) {
-      await db.run((sql) => sql`delete from ${sql(schema)}.files where id = ${id}`);
-      throw new FileTooLarge(`${base} is larger than ${maxBytes} bytes (SIDING_MAX_FILE_BYTES)`);
+      throw new FileTooLarge(`${name} is larger than ${maxBytes} bytes (SIDING_MAX_FILE_BYTES)`);
     }
     const at = number++;
     // The driver would send bytes as hexadecimal text, half as long again as base64.
@@ -93,15 +117,10 @@ export async function writeFile(
       }.file_chunks (file_id, number, data) values (${id}, ${at}, decode(${base64}, 'base64'))
       on conflict do nothing`
     ).catch((error) => {
-      throw codeOf(error) === "23503" ? new FileSwept(base) : error; // its row is gone
+      throw codeOf(error) === "23503" ? new FileSwept(name) : error; // its row is gone
     });
   }
-  const rows = await db.run((sql) =>
-    sql`
-    update ${sql(schema)}.files set complete = true, bytes = ${bytes} where id = ${id} returning id`
-  );
-  if (rows.length === 0) throw new FileSwept(base);
-  return { id, name: base, media_type, bytes };
+  return bytes;
 }
 
 /**

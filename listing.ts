@@ -120,3 +120,82 @@ export const attempts = (sql: Sql, jobId: string): Promise<Attempt[]> =>
   list(sql<Attempt[]>`
     select attempt, worker, claimed_at, ended_at, outcome, error from ${sql(schema)}.attempts a
     where job_id = ${jobId} order by a.attempt desc limit 100`);
+
+/** No state of a queue is counted further: so many may be more. */
+export const COUNTED_TO = 10_000;
+const MAX_QUEUES = 100;
+
+/** A queue's settings, and its unfinished jobs as far as {@linkcode COUNTED_TO}. */
+export interface QueueStatus {
+  name: string;
+  paused: boolean;
+  claim: "skip_locked" | "lock" | "repeatable_read";
+  max_running: number | null;
+  max_waiting: number | null;
+  max_per_owner: number | null;
+  scheduled: number;
+  queued: number;
+  running: number;
+  review: number;
+  /** How long the longest-waiting of the first in line have been due. */
+  oldest_wait_s: number | null;
+}
+
+/** The first 100 queues by name. Reads a bounded number of rows. */
+export const queueStatus = (sql: Sql): Promise<QueueStatus[]> =>
+  list(sql<QueueStatus[]>`
+    with some as (
+      (select queue, status from ${sql(schema)}.jobs where status = 'scheduled' limit ${COUNTED_TO})
+      union all
+      (select queue, status from ${sql(schema)}.jobs where status = 'running' limit ${COUNTED_TO})
+      union all
+      (select queue, status from ${sql(schema)}.jobs where status = 'review' limit ${COUNTED_TO})
+    ),
+    counted as materialized (
+      select queue, (count(*) filter (where status = 'scheduled'))::integer as scheduled,
+        (count(*) filter (where status = 'running'))::integer as running,
+        (count(*) filter (where status = 'review'))::integer as review
+      from some group by queue
+    )
+    select q.name, q.paused, q.claim, q.max_running, q.max_waiting, q.max_per_owner,
+      coalesce(c.scheduled, 0) as scheduled, line.queued, coalesce(c.running, 0) as running,
+      coalesce(c.review, 0) as review, line.oldest_wait_s
+    from (select * from ${sql(schema)}.queues order by name limit ${MAX_QUEUES}) q
+    left join counted c on c.queue = q.name
+    cross join lateral (
+      select count(*)::integer as queued,
+        extract(epoch from now() - min(first.due_at))::float8 as oldest_wait_s
+      from (select j.due_at from ${sql(schema)}.jobs j where j.queue = q.name and j.status = 'queued'
+            order by j.priority desc, j.due_at, j.id limit ${COUNTED_TO}) first
+    ) line
+    order by q.name`);
+
+/** A worker that is alive, or was of late. */
+export interface WorkerStatus {
+  /** Its boot_id. */
+  id: string;
+  name: string;
+  pool: string;
+  version: string;
+  state: "busy" | "idle" | "silent";
+  running: number;
+  concurrency: number;
+  /** Null: every queue. */
+  queues: string[] | null;
+  kinds: string[];
+  started_at: Date;
+  seen_at: Date;
+}
+
+/**
+ * The workers that report, the newest first, at most 1000.
+ *
+ * @param silentS seconds after which one that was not seen counts as silent
+ */
+export const workerStatus = (sql: Sql, silentS: number): Promise<WorkerStatus[]> =>
+  list(sql<WorkerStatus[]>`
+    select boot_id::text as id, name, pool, version, running, concurrency, started_at, seen_at,
+      to_jsonb(queues) as queues, to_jsonb(kinds) as kinds,
+      case when seen_at < now() - ${silentS} * interval '1 second' then 'silent'
+           when running > 0 then 'busy' else 'idle' end as state
+    from ${sql(schema)}.processes p where role = 'worker' order by p.id desc limit 1000`);

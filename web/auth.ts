@@ -157,9 +157,23 @@ export async function spend(limiter: RateLimiterMemory, key: string, what: strin
     await limiter.consume(key);
   } catch (left) {
     if (left instanceof Error) throw left;
-    const retryAfterS = Math.max(1, (left as RateLimiterRes).msBeforeNext / 1000);
-    throw new Problem(429, `${what}: more than ${limiter.points} in ${limiter.duration} s`, {
-      retryAfterS,
-    });
+    throw used(limiter, left as RateLimiterRes, what);
   }
+}
+
+/** Throws as {@linkcode spend} would, and takes nothing: before work that comes first. */
+export async function assertLeft(
+  limiter: RateLimiterMemory,
+  key: string,
+  what: string,
+): Promise<void> {
+  const left = await limiter.get(key);
+  if (left && left.consumedPoints >= limiter.points) throw used(limiter, left, what);
+}
+
+function used(limiter: RateLimiterMemory, left: RateLimiterRes, what: string): Problem {
+  const retryAfterS = Math.max(1, left.msBeforeNext / 1000);
+  return new Problem(429, `${what}: more than ${limiter.points} in ${limiter.duration} s`, {
+    retryAfterS,
+  });
 }

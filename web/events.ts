@@ -11,7 +11,7 @@ import type { Context } from "hono";
 import * as config from "../config.ts";
 import { describe, pause, type Pool, schema, type Via } from "../db.ts";
 import { type JobView, list, names } from "../queue.ts";
-import { visibleJob } from "./jobs.ts";
+import { isFinal, visibleJob } from "./jobs.ts";
 import { Problem } from "./problem.ts";
 import type { Env, Site } from "./site.ts";
 
@@ -43,9 +43,6 @@ export type JobState = Pick<
   | "claimed_at"
   | "finished_at"
 >;
-
-export const isFinal = ({ status }: Pick<JobState, "status">) =>
-  status === "done" || status === "failed" || status === "cancelled";
 
 function stateOf(job: JobState): JobState {
   const { id, status, stage, progress, attempt, error } = job;

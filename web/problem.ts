@@ -3,8 +3,8 @@ import type { Context } from "hono";
 import { HTTPException } from "hono/http-exception";
 import type { z } from "zod";
 import * as config from "../config.ts";
-import { describe, isTransient } from "../db.ts";
-import { FileTooLarge } from "../files.ts";
+import { cut, describe, isTransient } from "../db.ts";
+import { FileSwept, FileTooLarge } from "../files.ts";
 import { PayloadError } from "../jobs/kind.ts";
 import { EnqueueError, Refused } from "../queue.ts";
 
@@ -26,13 +26,14 @@ const titles: Record<number, string> = {
   403: "Forbidden",
   404: "Not found",
   405: "Method not allowed",
+  408: "Too slow",
   409: "In no state for that",
   413: "Too large",
   415: "Unsupported media type",
   422: "Unprocessable",
   429: "Too many",
   500: "Internal error",
-  503: "The database cannot be reached",
+  503: "Not just now",
 };
 
 /** A request that cannot be answered as asked. */
@@ -71,6 +72,7 @@ export function problemOf(error: unknown): Problem {
   }
   if (error instanceof Refused) return new Problem(statusOf[error.code] ?? 422, error.message);
   if (error instanceof FileTooLarge) return new Problem(413, error.message);
+  if (error instanceof FileSwept) return new Problem(408, error.message);
   log.error("{error}", { error: describe(error) });
   return isTransient(error)
     ? new Problem(503, "the database cannot be reached just now", { retryAfterS: 5 })
@@ -101,12 +103,17 @@ export function fieldProblems(
   given: unknown,
   prefix: string[] = [],
 ): FieldProblem[] {
-  return error.issues.slice(0, 20).map((issue) => {
+  return error.issues.slice(0, 20).flatMap((issue) => {
+    const place = [...prefix, ...issue.path].map(String);
+    if (issue.code === "unrecognized_keys") {
+      const names = issue.keys.slice(0, 20).map((key) => [...place, cut(key, 100)].join("."));
+      return names.map((field) => ({ field, rule: "there is no such field" }));
+    }
     let value: unknown = given;
     for (const key of issue.path) {
       value = (value as Record<PropertyKey, unknown> | undefined)?.[key];
     }
-    const field = [...prefix, ...issue.path].map(String).join(".") || "body";
+    const field = place.join(".") || "body";
     const text = typeof value === "string" && value.length > 100
       ? `${value.slice(0, 100)}…`
       : value;

@@ -2,11 +2,17 @@
 import { trace } from "@opentelemetry/api";
 import { z } from "zod";
 import { schema, type Sql, unstorable } from "../db.ts";
-import { checkPayload } from "../jobs/kind.ts";
-import { enqueue, EnqueueError, type NewJob, refusing } from "../queue.ts";
+import { enqueue, EnqueueError, type NewJob, Refused, refusing } from "../queue.ts";
 import { spend } from "./auth.ts";
 import { fieldProblems, Problem } from "./problem.ts";
 import type { Site, Who } from "./site.ts";
+
+/** The queue of those that tell of a job's end. */
+const WEBHOOKS = "webhooks";
+
+/** Whose submissions are counted together, and what a refusal calls them. */
+export const limitKey = (who: Who) => who.key?.id ?? "admin";
+export const SUBMITTED = "submitted jobs";
 
 /** What a job may be submitted with. */
 export const Submission = z.strictObject({
@@ -52,45 +58,84 @@ export async function submit(
   const { kind, payload = {}, owner, priority, ...rest } = parsed.data;
   for (const [field, value] of Object.entries({ owner, priority })) {
     if (value !== undefined && !who.admin) {
-      const rule = "only the admin may give it";
-      throw new Problem(422, `${field}: ${rule}`, { errors: [{ field, value, rule }] });
+      throw refused(field, "only the admin may give it", value);
     }
   }
   const webhook = rest.webhook ?? who.key?.webhook ?? undefined;
   if (rest.webhook && !site.secrets.webhook) {
-    const rule = "this site has no SIDING_WEBHOOK_SECRET to sign with";
-    throw new Problem(422, `webhook: ${rule}`, { errors: [{ field: "webhook", rule }] });
+    throw refused("webhook", "this site has no SIDING_WEBHOOK_SECRET to sign with");
   }
-  // A kind of Siding's own is enqueued by Siding alone.
-  if (site.kinds[kind]?.internal) throw new Problem(422, `kind: "${kind}" is not for submitting`);
-  checkPayload(site.kinds, kind, payload);
+  assertFits(site, kind, payload);
+  if (rest.queue === WEBHOOKS) throw refused("queue", "it is Siding's own", WEBHOOKS);
   if (idempotencyKey !== undefined && (idempotencyKey.length < 1 || idempotencyKey.length > 200)) {
-    throw new Problem(422, "Idempotency-Key: it must be 1 to 200 characters long", {
-      errors: [{
-        field: "Idempotency-Key",
-        value: idempotencyKey.slice(0, 100),
-        rule: "1 to 200 characters",
-      }],
-    });
+    throw refused("Idempotency-Key", "it must be 1 to 200 characters long", idempotencyKey);
   }
-  await spend(site.limits.submit, who.key?.id ?? "admin", "submitted jobs");
+  await spend(site.limits.submit, limitKey(who), SUBMITTED);
   const job: NewJob = {
     ...rest,
     kind,
     payload,
     webhook,
+    unique_key: await uniqueKeyOf(who.owner ?? owner, rest.unique_key),
     owner: who.owner ?? owner,
     priority,
     price: site.kinds[kind].price,
     files: files.length ? files.map((file) => file.id) : undefined,
     trace_parent: traceParent(),
   };
-  if (idempotencyKey === undefined) {
-    const [entry] = await site.db.run((sql) => enqueue(sql, [job]));
-    return { ...entry, replayed: false };
-  }
   const print = JSON.stringify([parsed.data, files.map(({ name, sha256 }) => [name, sha256])]);
-  return await site.db.run((sql) => submitOnce(sql, who.owner ?? "", idempotencyKey, print, job));
+  try {
+    return await site.db.run(async (sql) => {
+      if (idempotencyKey !== undefined) {
+        return await submitOnce(sql, who.owner ?? "", idempotencyKey, print, job);
+      }
+      const [entry] = await enqueue(sql, [job]);
+      return { ...entry, replayed: false };
+    });
+  } catch (error) {
+    throw error instanceof Refused ? naming(error, job) : error;
+  }
+}
+
+/** A refusal of the database's that is a mistake in the request, with the field that it is in. */
+function naming(error: Refused, job: NewJob): unknown {
+  if (/^SD(402|409|429)/.test(error.code)) return error;
+  const rule = error.message.replace(/^(job 1: |jobs\[0\]\.)/, "");
+  if (error.code === "SD404") return refused("queue", rule, job.queue);
+  return refused(/^[\w.[\]-]+/.exec(rule)?.[0] ?? "body", rule);
+}
+
+function refused(field: string, rule: string, value?: string | number): Problem {
+  const shown = typeof value === "string" ? value.slice(0, 100) : value;
+  return new Problem(422, `${field}: ${rule}`, {
+    errors: [{ field, ...(shown !== undefined && { value: shown }), rule }],
+  });
+}
+
+/** The kinds that may be submitted: one of Siding's own is enqueued by Siding alone. */
+export const submittable = (site: Pick<Site, "kinds">): string[] =>
+  Object.keys(site.kinds).filter((kind) => !site.kinds[kind].internal);
+
+/** @throws Problem 422 when there is no such kind, or the payload does not fit it */
+function assertFits(site: Site, kind: string, payload: unknown): void {
+  const known = submittable(site);
+  if (!known.includes(kind)) throw refused("kind", `it must be one of ${known.join(", ")}`, kind);
+  const fitting = site.kinds[kind].payload.safeParse(payload);
+  if (fitting.success) return;
+  const errors = fieldProblems(fitting.error, payload, ["payload"]);
+  throw new Problem(422, errors.map((e) => `${e.field}: ${e.rule}`).join("; "), { errors });
+}
+
+/**
+ * Owners share the table and not their keys: what one of them calls a job by is nobody else's
+ * business, and must not make another's job the answer.
+ */
+async function uniqueKeyOf(owner?: string, key?: string): Promise<string | undefined> {
+  if (owner === undefined || key === undefined) return key;
+  const own = JSON.stringify([owner, key]);
+  if (own.length <= 200) return own;
+  const hash = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(own));
+  return new Uint8Array(hash).toHex();
 }
 
 async function submitOnce(
@@ -106,7 +151,7 @@ async function submitOnce(
         sha256(convert_to(${print}, 'UTF8')), ${JSON.stringify([job])}::text::jsonb)`);
     return row;
   } catch (error) {
-    const bad = unstorable([job.payload, key], "the job");
+    const bad = unstorable([job], "jobs");
     throw bad ? new EnqueueError(bad, "SD422") : error;
   }
 }

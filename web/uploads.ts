@@ -1,0 +1,195 @@
+/**
+ * The bodies of requests, within limits: JSON, and forms whose files go to the database piece by piece
+ * as they come. What was stored of a request that comes to nothing is removed, or, where this process
+ * ends on the way, is a loose file, which the sweep removes.
+ */
+import { createHash } from "node:crypto";
+import type { Readable } from "node:stream";
+import { pipeline } from "node:stream/promises";
+import busboy from "busboy";
+import { schema } from "../db.ts";
+import { writeFile } from "../files.ts";
+import { Problem } from "./problem.ts";
+import type { Site } from "./site.ts";
+
+/** JSON, and each field of a form: a payload of 1 MiB and what is around it. */
+export const MAX_JSON_BYTES = 1_200_000;
+/** Files of one job. */
+export const MAX_FILES = 20;
+const MAX_FIELDS = 50;
+/** Forms that are read at a time; each takes a few MB of memory. */
+const MAX_UPLOADS = 32;
+const BUSY_RETRY_S = 5;
+/** A client that sends nothing for so long has gone. */
+const IDLE_MS = 60_000;
+
+/** A file of a form, as it was stored. */
+export interface Upload {
+  id: string;
+  name: string;
+  /** Of its bytes, in hexadecimal. */
+  sha256: string;
+}
+
+export interface Form {
+  fields: Record<string, string>;
+  files: Upload[];
+}
+
+const invalid = (field: string, rule: string, value?: string, status = 422) =>
+  new Problem(status, `${field}: ${rule}`, {
+    errors: [{ field, ...(value !== undefined && { value: value.slice(0, 100) }), rule }],
+  });
+
+/** Reads a JSON body. @throws Problem 400, 413 */
+export async function readJson(request: Request): Promise<unknown> {
+  const pieces: Uint8Array[] = [];
+  let bytes = 0;
+  for await (const piece of request.body ?? []) {
+    bytes += piece.length;
+    if (bytes > MAX_JSON_BYTES) {
+      throw new Problem(
+        413,
+        `the body is larger than ${MAX_JSON_BYTES} bytes; a file may be larger`,
+      );
+    }
+    pieces.push(piece);
+  }
+  try {
+    const whole = new Uint8Array(await new Blob(pieces as Uint8Array<ArrayBuffer>[]).arrayBuffer());
+    return JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(whole));
+  } catch (error) {
+    throw invalid("body", `it must be JSON: ${(error as Error).message}`, undefined, 400);
+  }
+}
+
+/** A submission as a form has it: its numbers are texts there, and its payload is JSON. */
+export function jobOfForm(fields: Record<string, string>): Record<string, unknown> {
+  const job: Record<string, unknown> = { ...fields };
+  for (const field of ["delay_s", "priority"]) {
+    if (/^-?\d+(\.\d+)?$/.test(fields[field] ?? "")) job[field] = Number(fields[field]);
+  }
+  if (fields.payload !== undefined) {
+    try {
+      job.payload = JSON.parse(fields.payload);
+    } catch (error) {
+      throw invalid("payload", `it must be JSON: ${(error as Error).message}`, fields.payload);
+    }
+  }
+  return job;
+}
+
+let forms = 0;
+
+/**
+ * Reads a form of multipart/form-data; its files, in the field `file`, are stored as they come.
+ *
+ * @throws Problem 400, 408, 413, 422, 503; then nothing of it is kept
+ */
+export async function readForm(site: Site, request: Request): Promise<Form> {
+  if (forms >= MAX_UPLOADS) {
+    throw new Problem(503, `${MAX_UPLOADS} uploads are under way, as many as there may be`, {
+      retryAfterS: BUSY_RETRY_S,
+    });
+  }
+  forms++;
+  const files: Upload[] = [];
+  try {
+    return { fields: await parse(site, request, files), files };
+  } catch (error) {
+    await discard(site, files);
+    throw error;
+  } finally {
+    forms--;
+  }
+}
+
+/** Removes stored files that no job has. The sweep does so too, later. */
+export async function discard(site: Site, files: readonly Upload[]): Promise<void> {
+  for (const { id } of files) {
+    await site.files.run((sql) =>
+      sql`delete from ${sql(schema)}.files where id = ${id} and not kept`
+    ).catch(() => {});
+  }
+}
+
+async function parse(site: Site, request: Request, files: Upload[]): Promise<Form["fields"]> {
+  const parser = parserOf(request);
+  const fields = new Map<string, string>();
+  const stop = new AbortController();
+  const fail = (error: unknown) => stop.abort(error);
+  let left = MAX_JSON_BYTES;
+  parser.on("field", (name, value, { valueTruncated }) => {
+    if (fields.has(name)) fail(invalid(name.slice(0, 100), "it is there twice"));
+    left -= value.length;
+    if (valueTruncated || left < 0) {
+      fail(
+        new Problem(
+          413,
+          `the fields are larger than ${MAX_JSON_BYTES} bytes; a file may be larger`,
+        ),
+      );
+    }
+    fields.set(name, value);
+  });
+  // One after the other: the next file's bytes are not read before the last one's are stored.
+  let stored = Promise.resolve();
+  parser.on("file", (name, content: Readable, { filename }) => {
+    content.on("error", () => {}); // whoever reads it hears of it, if anybody does
+    if (name !== "file") {
+      return fail(invalid(name.slice(0, 100), 'a file is sent in the field "file"'));
+    }
+    // What a browser sends where no file was chosen.
+    if (!filename) return content.on("data", () => fail(invalid("file", "it has no name")));
+    stored = stored.then(() => store(site, content, filename))
+      .then((file) => void files.push(file)).catch(fail);
+  });
+  parser.on("filesLimit", () => fail(invalid("file", `there are more than ${MAX_FILES}`)));
+  parser.on("fieldsLimit", () => fail(invalid("form", `it has more than ${MAX_FIELDS} fields`)));
+  let broken: unknown;
+  await pipeline(piecesOf(request, stop), parser, { signal: stop.signal })
+    .catch((error) => broken = error);
+  await stored;
+  if (stop.signal.aborted) throw stop.signal.reason;
+  if (broken) {
+    throw new Problem(400, `the form broke off, or is none: ${(broken as Error).message}`);
+  }
+  return Object.fromEntries(fields);
+}
+
+function parserOf(request: Request): busboy.Busboy {
+  try {
+    return busboy({
+      headers: { "content-type": request.headers.get("content-type")! },
+      limits: { files: MAX_FILES, fields: MAX_FIELDS, fieldSize: MAX_JSON_BYTES },
+      defParamCharset: "utf8",
+    });
+  } catch (error) {
+    throw invalid("Content-Type", (error as Error).message, undefined, 400);
+  }
+}
+
+/** The body, until it ends or `stop` is aborted, which is done too when nothing comes any more. */
+async function* piecesOf(request: Request, stop: AbortController): AsyncGenerator<Uint8Array> {
+  const reader = request.body?.getReader();
+  stop.signal.addEventListener("abort", () => reader?.cancel().catch(() => {}));
+  while (reader) {
+    const late = () => stop.abort(new Problem(408, `nothing came for ${IDLE_MS / 1000} s`));
+    const timer = setTimeout(late, IDLE_MS);
+    const { done, value } = await reader.read().finally(() => clearTimeout(timer));
+    if (done) return;
+    yield value;
+  }
+}
+
+async function store(site: Site, content: Readable, filename: string): Promise<Upload> {
+  const hash = createHash("sha256");
+  const hashed = ReadableStream.from((async function* () {
+    for await (const piece of content) {
+      hash.update(piece);
+      yield piece as Uint8Array;
+    }
+  })());
+  const { id, name } = await writeFile(site.files, filename, hashed, site.settings.maxFileBytes);
+  return { id, name, sha256: hash.digest("hex") };
+}
