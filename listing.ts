@@ -144,7 +144,7 @@ export interface QueueStatus {
 /** The first 100 queues by name. Reads a bounded number of rows. */
 export const queueStatus = (sql: Sql): Promise<QueueStatus[]> =>
   list(sql<QueueStatus[]>`
-    with some as (
+    with few as (
       (select queue, status from ${sql(schema)}.jobs where status = 'scheduled' limit ${COUNTED_TO})
       union all
       (select queue, status from ${sql(schema)}.jobs where status = 'running' limit ${COUNTED_TO})
@@ -155,7 +155,7 @@ export const queueStatus = (sql: Sql): Promise<QueueStatus[]> =>
       select queue, (count(*) filter (where status = 'scheduled'))::integer as scheduled,
         (count(*) filter (where status = 'running'))::integer as running,
         (count(*) filter (where status = 'review'))::integer as review
-      from some group by queue
+      from few group by queue
     )
     select q.name, q.paused, q.claim, q.max_running, q.max_waiting, q.max_per_owner,
       coalesce(c.scheduled, 0) as scheduled, line.queued, coalesce(c.running, 0) as running,

@@ -1,10 +1,8 @@
-/** What the API says of itself: its OpenAPI document, and a page of it for people. */
+/** What the API says of itself: its OpenAPI document. */
 import { createRoute, z } from "@hono/zod-openapi";
-import type { Context } from "hono";
-import { html } from "hono/html";
 import * as config from "../config.ts";
 import * as shapes from "./shapes.ts";
-import type { App, Env, Site } from "./site.ts";
+import type { App, Site } from "./site.ts";
 import { Submission, submittable } from "./submit.ts";
 import { MAX_FILES } from "./uploads.ts";
 
@@ -93,6 +91,15 @@ function make(site: Site, app: App): Document {
     servers: [{ url: "/api" }],
     security: [{ key: [] }],
   });
+  const unknown = {
+    description: "There is no key of the API with the request, or one that is not good",
+    content: { "application/problem+json": { schema: { $ref: "#/components/schemas/Problem" } } },
+  };
+  for (const path of Object.values(document.paths!)) {
+    for (const operation of [path.get, path.post]) {
+      if (operation) operation.responses = { ...operation.responses, 401: unknown };
+    }
+  }
   for (const kind of submittable(site)) {
     const schema = z.toJSONSchema(site.kinds[kind].payload, {
       io: "input",
@@ -102,10 +109,4 @@ function make(site: Site, app: App): Document {
     document.components!.schemas![`payload.${kind}`] = schema as Record<string, unknown>;
   }
   return document;
-}
-
-/** The document for people to read. */
-export function page(c: Context<Env>, document: Document) {
-  void document;
-  return c.html(html`<p>soon</p>`);
 }
