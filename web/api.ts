@@ -8,7 +8,7 @@ import { download } from "./downloads.ts";
 import { events, Watch } from "./events.ts";
 import { cancelJob, visibleJobs, wholeJob } from "./jobs.ts";
 import { documentOf, submitRoute } from "./openapi.ts";
-import { fieldProblems, Problem } from "./problem.ts";
+import { Problem, unfit } from "./problem.ts";
 import * as shapes from "./shapes.ts";
 import type { App, Env, Site } from "./site.ts";
 import { limitKey, submit, SUBMITTED } from "./submit.ts";
@@ -108,8 +108,7 @@ export function api(site: Site): App {
     defaultHook: (result) => {
       if (result.success) return;
       const { error, data } = result as typeof result & { data?: unknown };
-      const errors = fieldProblems(error, data);
-      throw new Problem(422, errors.map((e) => `${e.field}: ${e.rule}`).join("; "), { errors });
+      throw unfit(error, data);
     },
   });
   const watch = new Watch(site);

@@ -2,6 +2,7 @@
 import { OpenAPIHono } from "@hono/zod-openapi";
 import { secureHeaders } from "hono/secure-headers";
 import { api } from "./api.ts";
+import { mcp } from "./mcp.ts";
 import { answer, Problem } from "./problem.ts";
 import type { App, Env, Site } from "./site.ts";
 
@@ -25,6 +26,7 @@ export function appOf(site: Site): App {
     crossOriginEmbedderPolicy: false,
   }));
   app.route("/api", api(site));
+  app.route("/mcp", mcp(site));
   app.onError((error, c) => answer(c, error));
   app.notFound((c) => answer(c, new Problem(404, `there is nothing at ${c.req.path}`)));
   return app;

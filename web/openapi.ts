@@ -100,13 +100,21 @@ function make(site: Site, app: App): Document {
       if (operation) operation.responses = { ...operation.responses, 401: unknown };
     }
   }
-  for (const kind of submittable(site)) {
-    const schema = z.toJSONSchema(site.kinds[kind].payload, {
-      io: "input",
-      unrepresentable: "any",
-    });
-    delete schema.$schema;
-    document.components!.schemas![`payload.${kind}`] = schema as Record<string, unknown>;
+  for (const [kind, schema] of Object.entries(payloadSchemas(site))) {
+    document.components!.schemas![`payload.${kind}`] = schema;
   }
   return document;
+}
+
+/** What the payload of each kind must be, as JSON Schema. */
+export function payloadSchemas(site: Site): Record<string, Record<string, unknown>> {
+  return Object.fromEntries(
+    submittable(site).map((kind) => [kind, jsonSchema(site.kinds[kind].payload)]),
+  );
+}
+
+/** What cannot be said in JSON Schema may be anything there; it is checked all the same. */
+export function jsonSchema(schema: z.ZodType): Record<string, unknown> {
+  const { $schema: _, ...rest } = z.toJSONSchema(schema, { io: "input", unrepresentable: "any" });
+  return rest;
 }

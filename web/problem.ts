@@ -121,3 +121,9 @@ export function fieldProblems(
     return { field, ...(shown !== undefined && { value: shown }), rule: issue.message };
   });
 }
+
+/** Problem 422 of a value that does not fit its schema. */
+export function unfit(error: z.ZodError, given: unknown, prefix: string[] = []): Problem {
+  const errors = fieldProblems(error, given, prefix);
+  return new Problem(422, errors.map((e) => `${e.field}: ${e.rule}`).join("; "), { errors });
+}

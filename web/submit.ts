@@ -4,7 +4,7 @@ import { z } from "zod";
 import { schema, type Sql, unstorable } from "../db.ts";
 import { enqueue, EnqueueError, type NewJob, Refused, refusing } from "../queue.ts";
 import { spend } from "./auth.ts";
-import { fieldProblems, Problem } from "./problem.ts";
+import { Problem, unfit } from "./problem.ts";
 import type { Site, Who } from "./site.ts";
 
 /** The queue of those that tell of a job's end. */
@@ -51,10 +51,7 @@ export async function submit(
   idempotencyKey?: string,
 ): Promise<Submitted> {
   const parsed = Submission.safeParse(body);
-  if (!parsed.success) {
-    const errors = fieldProblems(parsed.error, body);
-    throw new Problem(422, errors.map((e) => `${e.field}: ${e.rule}`).join("; "), { errors });
-  }
+  if (!parsed.success) throw unfit(parsed.error, body);
   const { kind, payload = {}, owner, priority, ...rest } = parsed.data;
   for (const [field, value] of Object.entries({ owner, priority })) {
     if (value !== undefined && !who.admin) {
@@ -121,9 +118,7 @@ function assertFits(site: Site, kind: string, payload: unknown): void {
   const known = submittable(site);
   if (!known.includes(kind)) throw refused("kind", `it must be one of ${known.join(", ")}`, kind);
   const fitting = site.kinds[kind].payload.safeParse(payload);
-  if (fitting.success) return;
-  const errors = fieldProblems(fitting.error, payload, ["payload"]);
-  throw new Problem(422, errors.map((e) => `${e.field}: ${e.rule}`).join("; "), { errors });
+  if (!fitting.success) throw unfit(fitting.error, payload, ["payload"]);
 }
 
 /**
