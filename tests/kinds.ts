@@ -37,6 +37,7 @@ async function untilGone({ gone }: { gone: string }, { signal }: Context): Promi
 
 export const kinds = {
   echo: inline({ payload: z.unknown(), work: (payload) => payload }),
+  priced: inline({ payload: z.unknown(), price: 5, work: () => 1 }),
   /** Refuses payloads that are not numbers. */
   number: inline({ payload: z.number(), work: (n) => n }),
   throws: inline({

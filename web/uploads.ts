@@ -142,7 +142,8 @@ async function parse(site: Site, request: Request, files: Upload[]): Promise<For
     // What a browser sends where no file was chosen.
     if (!filename) return content.on("data", () => fail(invalid("file", "it has no name")));
     stored = stored.then(() => store(site, content, filename))
-      .then((file) => void files.push(file)).catch(fail);
+      .then((file) => void files.push(file))
+      .catch(fail);
   });
   parser.on("filesLimit", () => fail(invalid("file", `there are more than ${MAX_FILES}`)));
   parser.on("fieldsLimit", () => fail(invalid("form", `it has more than ${MAX_FIELDS} fields`)));
@@ -151,11 +152,12 @@ async function parse(site: Site, request: Request, files: Upload[]): Promise<For
     .catch((error) => broken = error);
   await stored;
   if (stop.signal.aborted) throw stop.signal.reason;
-  if (broken) {
-    throw new Problem(400, `the form broke off, or is none: ${(broken as Error).message}`);
-  }
+  if (broken) throw brokenOff(broken);
   return Object.fromEntries(fields);
 }
+
+const brokenOff = (error: unknown) =>
+  new Problem(400, `the form broke off, or is none: ${(error as Error).message}`);
 
 function parserOf(request: Request): busboy.Busboy {
   try {
@@ -185,9 +187,13 @@ async function* piecesOf(request: Request, stop: AbortController): AsyncGenerato
 async function store(site: Site, content: Readable, filename: string): Promise<Upload> {
   const hash = createHash("sha256");
   const hashed = ReadableStream.from((async function* () {
-    for await (const piece of content) {
-      hash.update(piece);
-      yield piece as Uint8Array;
+    try {
+      for await (const piece of content) {
+        hash.update(piece);
+        yield piece as Uint8Array;
+      }
+    } catch (error) {
+      throw brokenOff(error);
     }
   })());
   const { id, name } = await writeFile(site.files, filename, hashed, site.settings.maxFileBytes);
