@@ -1,5 +1,13 @@
 /** The API of the site, driven by a client that knows its OpenAPI document alone. */
-import { assert, assertEquals, assertGreater, assertLess, assertStringIncludes } from "@std/assert";
+import {
+  assert,
+  assertEquals,
+  assertGreater,
+  assertLess,
+  assertMatch,
+  assertStringIncludes,
+} from "@std/assert";
+import { fileURLToPath } from "node:url";
 import { deposit } from "../credits.ts";
 import { type Pool, schema } from "../db.ts";
 import { createKey, revokeKey } from "../keys.ts";
@@ -19,6 +27,10 @@ function formOf(fields: Record<string, string>, ...files: [name: string, content
   for (const [name, content] of files) form.append("file", new Blob([content]), name);
   return form;
 }
+
+/** A job whose payload is arrays in arrays. */
+const nested = (depth: number) =>
+  `{"kind": "echo", "payload": ${"[".repeat(depth)}${"]".repeat(depth)}}`;
 
 const count = async (sql: Pool, table: string) =>
   Number((await sql`select count(*) as n from ${sql(schema)}.${sql(table)}`)[0].n);
@@ -209,6 +221,8 @@ test("what is malformed is refused with the field, the value and the rule", asyn
     [json({ payload: "a\0b" }), 422, "payload"],
     [json({ payload: "x".repeat(1_100_000) }), 422, "payload"],
     [{ ...json({}), with: { "idempotency-key": "k".repeat(201) } }, 422, "Idempotency-Key"],
+    [{ odd: { body: nested(50_000), type: "application/json" } }, 422, "payload"],
+    [{ odd: { body: nested(500_000), type: "application/json" } }, 422, "payload"],
     [{ odd: { body: "{", type: "application/json" } }, 400, "body"],
     [{ odd: { body: "", type: "application/json" } }, 400, "body"],
     [{ odd: { body: "x", type: "multipart/form-data" } }, 400, "Content-Type"],
@@ -450,3 +464,35 @@ test(
     ]);
   },
 );
+
+test("the README's commands do what they say", async (_, url) => {
+  const root = fileURLToPath(new URL("../", import.meta.url));
+  const jobs = `${root}jobs.ts`;
+  await using site = await startSite(url, ["--jobs", jobs]);
+  await using _worker = startWorker(url, ["--jobs", jobs]);
+  const readme = await Deno.readTextFile(`${root}README.md`);
+  const block = readme.split("```sh\n").map((rest) => rest.split("```")[0])
+    .find((block) => block.includes("/api/jobs"))!;
+  const commands = block.split("\n").filter((line) => !/^export|^deno task web/.test(line)).join(
+    "\n",
+  )
+    .replaceAll("http://localhost:8000", site.address)
+    .replaceAll("@examples/", `@${root}examples/`)
+    .replaceAll("deno task", `deno task --config ${root}deno.json`);
+  const folder = await Deno.makeTempDir();
+  try {
+    const { code, stdout, stderr } = await new Deno.Command("bash", {
+      args: ["-euc", commands],
+      cwd: folder,
+      env: { DATABASE_URL: url, NO_COLOR: "1" },
+    }).output();
+    const [out, errors] = [stdout, stderr].map((bytes) => new TextDecoder().decode(bytes));
+    assertEquals(code, 0, errors);
+    for (const part of ['{"id":"1","created":true', "event: end", '"note_count"', "409"]) {
+      assertStringIncludes(out, part);
+    }
+    assertMatch(await Deno.readTextFile(`${folder}/score.abc`), /^X:1\nT:Stairs$/m);
+  } finally {
+    await Deno.remove(folder, { recursive: true });
+  }
+});

@@ -80,8 +80,8 @@ export async function submit(
     files: files.length ? files.map((file) => file.id) : undefined,
     trace_parent: traceParent(),
   };
-  const print = JSON.stringify([parsed.data, files.map(({ name, sha256 }) => [name, sha256])]);
   try {
+    const print = JSON.stringify([parsed.data, files.map(({ name, sha256 }) => [name, sha256])]);
     return await site.db.run(async (sql) => {
       if (idempotencyKey !== undefined) {
         return await submitOnce(sql, who.owner ?? "", idempotencyKey, print, job);
@@ -90,6 +90,8 @@ export async function submit(
       return { ...entry, replayed: false };
     });
   } catch (error) {
+    // What is nested deeper than there is room on the stack.
+    if (error instanceof RangeError) throw refused("payload", "it is nested too deep");
     throw error instanceof Refused ? naming(error, job) : error;
   }
 }
