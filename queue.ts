@@ -42,7 +42,8 @@ export interface Job {
   /** Paid work: the key of its request, and the request's id once it is known. */
   request_key: string | null;
   request_id: string | null;
-  /** Milliseconds between the time it was due and this claim. */
+  /** When it was claimed, by the database's clock; and the milliseconds from when it was due to then. */
+  claimed_at: Date;
   wait_ms: number;
 }
 
@@ -236,7 +237,7 @@ export async function claim(sql: Pool, ready: Ready, options: ClaimOptions): Pro
 /** What a worker gets of a job. */
 export const claimedColumns = `j.id::text, j.queue, j.kind, j.owner, j.price::text, j.payload,
   j.priority, j.attempt, j.failures, j.crashes, j.releases, j.snoozes, j.alone, j.trace_parent, j.request_key, j.request_id,
-  (extract(epoch from j.claimed_at - j.due_at) * 1000)::float8 as wait_ms`;
+  j.claimed_at, (extract(epoch from j.claimed_at - j.due_at) * 1000)::float8 as wait_ms`;
 
 /**
  * The level must be set before the transaction's first snapshot, so not in a function; and in the
@@ -413,7 +414,7 @@ export async function failUnknownKinds(
 
 /** A job as people ask for it. */
 export interface JobView
-  extends Omit<Job, "wait_ms" | "trace_parent" | "request_key" | "request_id"> {
+  extends Omit<Job, "claimed_at" | "wait_ms" | "trace_parent" | "request_key" | "request_id"> {
   status: Status;
   stage: string | null;
   progress: number | null;

@@ -8,7 +8,7 @@ import { resolve } from "node:path";
 import { pathToFileURL } from "node:url";
 import type { z } from "zod";
 import type { FileInfo } from "../files.ts";
-import type { Job, NewJob } from "../queue.ts";
+import type { Job, JobView, NewJob } from "../queue.ts";
 
 /** What every kind has. */
 export interface Common<S extends z.ZodType> {
@@ -30,7 +30,10 @@ export interface Common<S extends z.ZodType> {
 export interface ProcessKind<S extends z.ZodType = z.ZodType> extends Common<S> {
   runs: "process";
   command: readonly string[];
-  /** Variables for the command. It gets no others than these and PATH, HOME, LANG, TMPDIR, DENO_DIR. */
+  /**
+   * Variables for the command. It gets no others than these, PATH, HOME, LANG, TMPDIR, DENO_DIR, and
+   * TRACEPARENT where its job is traced.
+   */
   env?: Record<string, string>;
 }
 
@@ -75,6 +78,8 @@ export interface Context {
   assertMine: () => void;
   /** Enqueues a job when, and only when, this one finishes, in the same statement. */
   next: (job: NewJob) => void;
+  /** Another job as it is now, such as the one that brought this one; undefined when there is none. */
+  view: (id: string) => Promise<JobView | undefined>;
   inputs: () => Promise<FileInfo[]>;
   read: (file: FileInfo) => ReadableStream<Uint8Array>;
   /** Writes an output file; it is seen once the job is done. */
@@ -162,12 +167,16 @@ export class Uncertain extends Error {
   override name = "Uncertain";
 }
 
-/** The kinds of the module at `path`, of the project's own jobs.ts if not given. */
+/** The kinds of the module at `path`, of the project's own jobs.ts if not given; and Siding's own. */
 export async function loadKinds(path?: string): Promise<Kinds> {
   const url = path === undefined
     ? new URL("../jobs.ts", import.meta.url)
     : pathToFileURL(resolve(path));
-  return (await import(url.href)).kinds;
+  // Not above: it is made of what is here.
+  const { webhook } = await import("./webhook.ts");
+  const { kinds } = await import(url.href);
+  if (Object.hasOwn(kinds, "webhook")) throw new TypeError('the kind "webhook" is Siding\'s own');
+  return { ...kinds, webhook };
 }
 
 /** A payload does not fit its kind. The message names each field at fault. */

@@ -17,7 +17,8 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { fileURLToPath } from "node:url";
 import { baseName } from "../files.ts";
-import type { NewJob } from "../queue.ts";
+import type { Job, NewJob } from "../queue.ts";
+import { traceParent } from "../tracing.ts";
 import { type Context, PermanentFailure, type ProcessKind, Snooze, Stop } from "./kind.ts";
 
 const GUARD = fileURLToPath(new URL("guard.sh", import.meta.url));
@@ -147,7 +148,7 @@ async function converse(
     args: [GUARD, String(lease.graceS), ...kind.command],
     cwd: folder,
     clearEnv: true,
-    env: environment(kind.env),
+    env: environment(context.job, kind.env),
     stdin: "piped",
     stdout: "piped",
     stderr: "piped",
@@ -189,13 +190,14 @@ async function converse(
   throw new Error(`the process ${how}${without}${said && `; the end of its stderr: ${said}`}`);
 }
 
-/** The few variables a process needs to find its way; no secret of the worker's. */
-function environment(own: Record<string, string> = {}): Record<string, string> {
+/** The few variables a process needs to find its way, and its trace to go on; no secret of the worker's. */
+function environment(job: Job, own: Record<string, string> = {}): Record<string, string> {
   const kept = ["PATH", "HOME", "LANG", "TMPDIR", "DENO_DIR", "SystemRoot"].flatMap((name) => {
     const value = Deno.env.get(name);
     return value === undefined ? [] : [[name, value]];
   });
-  return { ...Object.fromEntries(kept), ...own };
+  const parent = traceParent() ?? job.trace_parent;
+  return { ...Object.fromEntries(kept), ...(parent && { TRACEPARENT: parent }), ...own };
 }
 
 /** Reads stdout line by line, reporting stages. @returns what the last line said */

@@ -2,7 +2,8 @@
 import { logger } from "../config.ts";
 import { codeOf, cut, describe, patient, unstorable, type Via } from "../db.ts";
 import { FileTooLarge, inputsOf, readFile, writeFile } from "../files.ts";
-import { type Job, type NewJob, type Outcome, settle } from "../queue.ts";
+import { get, type Job, type NewJob, type Outcome, settle } from "../queue.ts";
+import { traced } from "../tracing.ts";
 import {
   ABANDON_MS,
   type Context,
@@ -101,6 +102,7 @@ function contextOf(runner: Runner, job: Job, signal: AbortSignal, next: NewJob[]
       ),
     assertMine: () => runner.lease?.assertMine(),
     next: (newJob) => next.push(newJob),
+    view: async (id) => (await db.run((sql) => get(sql, [id])))[0],
     inputs: () => inputsOf(db, job.id),
     read: (file) => readFile(db, file),
     write: (name, content) => writeFile(db, name, content, runner.maxFileBytes, job),
@@ -205,7 +207,7 @@ export async function runToEnd(
   const startedMs = performance.now();
   log.info("job {job} {kind} started, attempt {attempt}", facts);
   try {
-    const outcome = await run(runner, job, stop);
+    const outcome = await traced(job, () => run(runner, job, stop));
     const stands = outcome && await record(runner, outcome, hurry);
     const seconds = ((performance.now() - startedMs) / 1000).toFixed(1);
     if (!stands) {

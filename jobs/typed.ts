@@ -3,6 +3,7 @@ import type { z } from "zod";
 import { type Pool, type Sql, via } from "../db.ts";
 import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
+import { traceParent } from "../tracing.ts";
 import { checkPayload, type Kinds } from "./kind.ts";
 import { record, run } from "./run.ts";
 
@@ -26,7 +27,8 @@ export interface Drained {
 export function typed<K extends Kinds>(kinds: K) {
   async function enqueueMany(sql: Sql, jobs: readonly TypedJob<K>[]): Promise<queue.Enqueued[]> {
     for (const job of jobs) checkPayload(kinds, job.kind, job.payload);
-    return await queue.enqueue(sql, jobs as readonly queue.NewJob[]);
+    const trace_parent = traceParent();
+    return await queue.enqueue(sql, jobs.map((job) => ({ trace_parent, ...job })));
   }
   return {
     /**

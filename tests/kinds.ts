@@ -193,6 +193,7 @@ export const kinds = {
   size: shell(`echo '{"result": '$(cat in/*/* | wc -c)'}'`),
   stdin: shell(`printf '{"result": %s}' "$(cat)"`),
   environment: shell(`env | cut -d= -f1 | sort | tr '\\n' ' ' | sed 's/.*/{"result": "&"}/'`),
+  traceparent: shell(`echo '{"result": "'"\${TRACEPARENT:-none}"'"}'`),
   /** Runs until it is ended; its pid and that of its child are in the file the payload names. */
   forks: shell(`
     path=$(sed 's/.*"pids":"\\([^"]*\\)".*/\\1/')

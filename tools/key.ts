@@ -5,18 +5,20 @@
  *     deno task key create acme --name "their site"            # prints the key, which is shown this once
  *     deno task key create acme --webhook https://acme.example/siding   # told of the end of each job
  *     deno task key list --owner acme
+ *     deno task key secret acme                                # what signs that owner's webhooks
  *     deno task key revoke 7                                   # good for nothing from now on
  *
  * Exit codes: 0 done; 1 refused, or failed; 2 usage; 3 the database could not be reached.
  */
 import * as config from "../config.ts";
 import { checkSchema, Database } from "../db.ts";
+import { webhookSecretOf } from "../jobs/webhook.ts";
 import { createKey, type Key, listKeys, revokeKey } from "../keys.ts";
 
 const program = {
   name: "key",
   summary: "Makes, lists and revokes keys of the API.",
-  usage: "create OWNER | list | revoke ID [flags]",
+  usage: "create OWNER | list | secret OWNER | revoke ID [flags]",
   example: 'deno task key create acme --name "their site"',
 };
 const { databaseUrl, prepare, statementLimitMs } = config.settings;
@@ -25,6 +27,7 @@ const spec = {
   name: config.flag(config.text("create: what the key is for, to tell it from others")),
   webhook: config.flag(config.url("create: a URL that is told of the end of each of its jobs")),
   owner: config.flag(config.text("list: the keys of this owner only")),
+  webhookSecret: config.secret("secret: that of the site and the workers"),
   json: config.flag(config.yes("print one JSON object instead of text")),
 };
 type Settings = ReturnType<typeof config.configuration<typeof spec>>;
@@ -33,6 +36,7 @@ type Settings = ReturnType<typeof config.configuration<typeof spec>>;
 const commands: Record<string, { flags: string[]; wants: string | null }> = {
   create: { flags: ["name", "webhook"], wants: "OWNER, whose jobs it is for" },
   list: { flags: ["owner"], wants: null },
+  secret: { flags: [], wants: "OWNER, whose webhooks it signs" },
   revoke: { flags: [], wants: "ID, the number of a key that list shows" },
 };
 
@@ -57,7 +61,7 @@ export async function main(args: string[]): Promise<number> {
 function check(command: string, values: string[], settings: Settings): void {
   if (!Object.hasOwn(commands, command)) {
     const given = command ? `there is no command "${command}"` : "a command is missing";
-    throw new config.UsageError(`${given}: there are create, list and revoke`);
+    throw new config.UsageError(`${given}: there are create, list, secret and revoke`);
   }
   const { flags, wants } = commands[command];
   if (wants && values.length === 0) throw new config.UsageError(`${command} wants ${wants}`);
@@ -89,6 +93,13 @@ async function commanded(
     const { name, webhook } = settings;
     const made = await db.run((sql) => createKey(sql, value, { name, webhook }));
     return { text: [made.key], json: { ...made, owner: value } };
+  }
+  if (command === "secret") {
+    if (!settings.webhookSecret) {
+      throw new config.UsageError("SIDING_WEBHOOK_SECRET is not set: owners' secrets come of it");
+    }
+    const secret = webhookSecretOf(settings.webhookSecret, value);
+    return { text: [secret], json: { owner: value, secret } };
   }
   if (command === "revoke") {
     await db.run((sql) => revokeKey(sql, value));

@@ -1,8 +1,8 @@
 /** Submitting a job, as the API, the pages and MCP do it: checked, limited, once per Idempotency-Key. */
-import { trace } from "@opentelemetry/api";
 import { z } from "zod";
 import { schema, type Sql, unstorable } from "../db.ts";
 import { enqueue, EnqueueError, type NewJob, Refused, refusing } from "../queue.ts";
+import { traceParent } from "../tracing.ts";
 import { spend } from "./auth.ts";
 import { Problem, unfit } from "./problem.ts";
 import type { Site, Who } from "./site.ts";
@@ -151,12 +151,4 @@ async function submitOnce(
     const bad = unstorable([job], "jobs");
     throw bad ? new EnqueueError(bad, "SD422") : error;
   }
-}
-
-/** The W3C trace context of the request under way, where it is traced. */
-function traceParent(): string | undefined {
-  const context = trace.getActiveSpan()?.spanContext();
-  if (!context) return undefined;
-  const flags = context.traceFlags.toString(16).padStart(2, "0");
-  return `00-${context.traceId}-${context.spanId}-${flags}`;
 }
