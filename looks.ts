@@ -115,6 +115,23 @@ export async function looks(sql: Sql, pool: string, most = 100): Promise<LookRow
   return rows.map((row) => ({ ...row, alarms: JSON.parse(row.alarms) }));
 }
 
+/** The last look of each pool of workers. */
+export interface LastLook {
+  pool: string;
+  number: string;
+  /** Replicas that are asked for, and that Railway said are running; null when it was never seen, or not then. */
+  wanted: number | null;
+  running: number | null;
+  age_s: number;
+}
+
+/** The last look of each pool, at most 100. */
+export const lastLooks = (sql: Sql): Promise<LastLook[]> =>
+  list(sql<LastLook[]>`
+    select pool, number::text, wanted, (seen -> 'platform' ->> 'running')::integer as running,
+      extract(epoch from now() - at)::float8 as age_s
+    from ${sql(schema)}.last_looks() order by pool`);
+
 /** Removes looks older than `retentionS`, at most `most`. */
 export async function sweepLooks(sql: Sql, retentionS: number, most = 1000): Promise<void> {
   await sql`

@@ -27,6 +27,7 @@ import { checkSchema, Database, patient } from "./db.ts";
 import { loadKinds } from "./jobs/kind.ts";
 import * as processes from "./processes.ts";
 import { heartbeat } from "./queue.ts";
+import { watcher } from "./web/alerts.ts";
 import { appOf } from "./web/app.ts";
 import { spec } from "./web/settings.ts";
 import type { Site, SiteSettings } from "./web/site.ts";
@@ -75,7 +76,10 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
     hostname: settings.host,
     onListen: ({ port }) => log.info("listening on port {port}", { port }),
   }, appOf(site).fetch);
-  const beats = config.repeat("heartbeat", () => beat(site), stopping.signal);
+  const loops = [
+    config.repeat("heartbeat", () => beat(site), stopping.signal),
+    config.repeat("alerts", watcher(site), stopping.signal),
+  ];
   await new Promise((resolve) => {
     if (signal.aborted) resolve(null);
     signal.addEventListener("abort", resolve);
@@ -84,7 +88,7 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   const timer = setTimeout(() => Deno.exit(0), STOP_MS); // whoever reads on for longer than that
   await server.shutdown();
   clearTimeout(timer);
-  await beats;
+  await Promise.all(loops);
   await db.run((sql) => processes.deregister(sql, site.bootId)).catch(() => {});
   await Promise.all([db.close(), files.close()]);
   return 0;

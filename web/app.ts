@@ -2,7 +2,9 @@
 import { OpenAPIHono } from "@hono/zod-openapi";
 import { secureHeaders } from "hono/secure-headers";
 import { api } from "./api.ts";
+import { health } from "./health.ts";
 import { mcp } from "./mcp.ts";
+import { metrics } from "./metrics.ts";
 import { answer, Problem } from "./problem.ts";
 import type { App, Env, Site } from "./site.ts";
 
@@ -27,6 +29,8 @@ export function appOf(site: Site): App {
   }));
   app.route("/api", api(site));
   app.route("/mcp", mcp(site));
+  app.route("/", health(site));
+  app.route("/", metrics(site));
   app.onError((error, c) => answer(c, error));
   app.notFound((c) => answer(c, new Problem(404, `there is nothing at ${c.req.path}`)));
   return app;

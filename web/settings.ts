@@ -16,6 +16,21 @@ export const spec = {
   webhookSecret: config.secret("signs what webhooks are told; the workers need it too"),
   metricsToken: config.secret("what /metrics asks for; closed without"),
   openMetrics: config.yes("let anybody read /metrics"),
+  unwellWaitS: config.int(900, 1, 31_536_000, "how long a job may wait before that is unwell"),
+  alertEveryMs: config.int(
+    300_000,
+    100,
+    86_400_000,
+    "how often the leader looks whether it is well",
+  ),
+  alertWebhookUrl: {
+    ...config.url("is told when the service is unwell; the variable is ALERT_WEBHOOK_URL"),
+    ...{ variable: "ALERT_WEBHOOK_URL", secret: true },
+  },
+  sentryDsn: {
+    ...config.url("is told, too; the variable is SENTRY_DSN"),
+    ...{ variable: "SENTRY_DSN", secret: true },
+  },
   submitsPerMinute: config.int(1200, 1, 10_000_000, "jobs that one key may submit in a minute"),
   connections: config.int(8, 2, 200, "connections to the database"),
 };
