@@ -4,6 +4,7 @@
  */
 import { assert } from "@std/assert";
 import { z } from "zod";
+import type { RunningSite } from "./site.ts";
 
 type Json = Record<string, unknown>;
 interface Operation {
@@ -38,10 +39,9 @@ export interface Request {
 
 export class OpenApiClient {
   private constructor(
-    readonly address: string,
     readonly paths: Record<string, Record<string, Operation>>,
     readonly schemas: Record<string, Json>,
-    readonly base: string,
+    readonly address: string,
     readonly token: string | null,
   ) {}
 
@@ -49,12 +49,12 @@ export class OpenApiClient {
   static async at(url: string, token: string | null): Promise<OpenApiClient> {
     const { openapi, paths, components, servers } = await (await fetch(url)).json();
     assert(openapi === "3.1.0");
-    const address = new URL(servers[0].url, url).href;
-    return new OpenApiClient(address, paths, components.schemas, address, token);
+    const base = new URL(servers[0].url, url).href;
+    return new OpenApiClient(paths, components.schemas, base, token);
   }
 
   as(token: string | null): OpenApiClient {
-    return new OpenApiClient(this.address, this.paths, this.schemas, this.base, token);
+    return new OpenApiClient(this.paths, this.schemas, this.address, token);
   }
 
   /** Calls an operation of the document, and checks the answer by it. */
@@ -79,7 +79,7 @@ export class OpenApiClient {
     }
     if (request.odd?.type) headers.set("content-type", request.odd.type);
     const search = query.size ? `?${query}` : "";
-    const response = await fetch(this.base + filled + search, {
+    const response = await fetch(this.address + filled + search, {
       method: method.toUpperCase(),
       headers,
       body,
@@ -127,4 +127,19 @@ function local(schema: unknown): unknown {
   return copy.type === "object" && copy.properties
     ? { additionalProperties: false, ...copy }
     : copy;
+}
+
+/** A client of a site, with somebody's key. */
+export const clientOf = (site: RunningSite, token: string | null) =>
+  OpenApiClient.at(`${site.address}/api/openapi.json`, token);
+
+/** A form, in the order given. */
+export function formOf(
+  fields: Record<string, string>,
+  ...files: [name: string, content: BlobPart][]
+) {
+  const form = new FormData();
+  for (const [name, value] of Object.entries(fields)) form.append(name, value);
+  for (const [name, content] of files) form.append("file", new Blob([content]), name);
+  return form;
 }

@@ -1,6 +1,6 @@
 /** The site as a process of its own, for the tests. */
 import { fileURLToPath } from "node:url";
-import type { Pool } from "../db.ts";
+import { type Pool, schema } from "../db.ts";
 import { createKey } from "../keys.ts";
 import { type Script, startScript } from "./processes.ts";
 import { waitFor } from "./wait.ts";
@@ -56,6 +56,10 @@ export async function startSite(
 
 /** A key of an owner's, as text. */
 export const keyOf = async (sql: Pool, owner: string) => (await createKey(sql, owner)).key;
+
+/** The rows of one of Siding's tables. */
+export const count = async (sql: Pool, table: string) =>
+  Number((await sql`select count(*) as n from ${sql(schema)}.${sql(table)}`)[0].n);
 
 /** A server-sent event. */
 export interface SentEvent {

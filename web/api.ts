@@ -84,7 +84,6 @@ const routes = {
       204: { description: "It has ended, and Last-Event-ID says that you know" },
       ...noJob,
       429: problem("Too many streams of yours are open"),
-      503: problem("Too many streams are open"),
     },
   }),
   file: createRoute({

@@ -56,9 +56,10 @@ export function submitRoute(site: Site) {
       },
       400: problem("The body is not what its Content-Type says"),
       402: problem("You have too few credits"),
+      408: problem("An upload stopped coming, or took longer than an hour"),
       413: problem("A file, or the JSON, is too large"),
       415: problem("The body is neither JSON nor a form with files"),
-      422: problem("A field is malformed: `errors` has which, and the rule"),
+      422: problem("A field is malformed: errors says which, and the rule"),
       429: problem(
         "Too many in a minute, or the queue is full for you or for all: see Retry-After",
       ),
@@ -91,13 +92,17 @@ function make(site: Site, app: App): Document {
     servers: [{ url: "/api" }],
     security: [{ key: [] }],
   });
-  const unknown = {
-    description: "There is no key of the API with the request, or one that is not good",
+  const ours = (description: string) => ({
+    description,
     content: { "application/problem+json": { schema: { $ref: "#/components/schemas/Problem" } } },
+  });
+  const always = {
+    401: ours("There is no key of the API with the request, or one that is not good"),
+    503: ours("Not just now: see Retry-After"),
   };
   for (const path of Object.values(document.paths!)) {
     for (const operation of [path.get, path.post]) {
-      if (operation) operation.responses = { ...operation.responses, 401: unknown };
+      if (operation) operation.responses = { ...operation.responses, ...always };
     }
   }
   for (const [kind, schema] of Object.entries(payloadSchemas(site))) {

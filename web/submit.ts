@@ -19,13 +19,15 @@ export const Submission = z.strictObject({
   kind: z.string(),
   payload: z.unknown().optional(),
   queue: z.string().regex(/^[a-z0-9_.-]{1,63}$/).optional(),
-  delay_s: z.number().min(0).max(315_360_000).optional(),
-  due_at: z.iso.datetime({ offset: true }).optional(),
-  unique_key: z.string().min(1).max(200).optional(),
-  webhook: z.url({ protocol: /^https?$/ }).max(2000).optional(),
-  /** The admin's alone: others do not choose their place in line, nor who pays. */
-  priority: z.int().min(-1000).max(1000).optional(),
-  owner: z.string().min(1).max(200).optional(),
+  delay_s: z.number().min(0).max(315_360_000).optional().describe("Seconds until it is due"),
+  due_at: z.iso.datetime({ offset: true }).optional().describe("Instead of delay_s"),
+  unique_key: z.string().min(1).max(200).optional()
+    .describe("An unfinished job of yours, of this kind, with the same key is returned instead"),
+  webhook: z.url({ protocol: /^https?$/ }).max(2000).optional()
+    .describe("Is told when the job ends"),
+  // Others do not choose their place in line, nor who pays.
+  priority: z.int().min(-1000).max(1000).optional().describe("Larger is sooner; the admin's alone"),
+  owner: z.string().min(1).max(200).optional().describe("Whose job it is; the admin's alone"),
 });
 
 export interface Submitted {
