@@ -1,10 +1,11 @@
 /** The simulation, by traces that can be reckoned by hand; its traces, its picture, its command. */
+import { dollarsOf } from "../costs.ts";
 import { assert, assertAlmostEquals, assertEquals, assertThrows } from "@std/assert";
 import { join } from "node:path";
 import { random } from "../dev/chaos/faults.ts";
 import { Events } from "../dev/simulation/events.ts";
 import { picture } from "../dev/simulation/picture.ts";
-import { dollarsOf, quantile, reportOf } from "../dev/simulation/report.ts";
+import { quantile, reportOf } from "../dev/simulation/report.ts";
 import { fixed, guide, guideCount, type Scaler, siding } from "../dev/simulation/scalers.ts";
 import {
   generate,

@@ -15,9 +15,10 @@
  * no good; 3 the database could not be reached.
  */
 import * as config from "../config.ts";
+import { type Prices, usage } from "../costs.ts";
 import { Database } from "../db.ts";
 import { picture } from "../dev/simulation/picture.ts";
-import { type Prices, type Report, reportOf, table, usage } from "../dev/simulation/report.ts";
+import { type Report, reportOf, table } from "../dev/simulation/report.ts";
 import { fixed, guide, type Scaler, siding } from "../dev/simulation/scalers.ts";
 import {
   generate,

@@ -22,9 +22,9 @@
  * be reached.
  */
 import * as config from "../config.ts";
+import { dollarsOf, type PoolSeconds, poolSeconds, type Prices, usage } from "../costs.ts";
 import { checkSchema, Database, schema, type Sql } from "../db.ts";
-import { aligned, dollarsOf, type Prices, round, usage } from "../dev/simulation/report.ts";
-import { defaults } from "../policy.ts";
+import { aligned, round } from "../dev/simulation/report.ts";
 import type { Status } from "../queue.ts";
 
 /** The last finished jobs that are read, and the last steps that are told, at the most. */
@@ -109,9 +109,7 @@ interface Hours {
   dollars_if_busy: number;
 }
 
-type Row = Omit<Stats, "pools"> & {
-  pools: { pool: string; seen_s: number; replica_s: number; busy_s: number }[];
-};
+type Row = Omit<Stats, "pools"> & { pools: PoolSeconds[] };
 
 /** Reads all of it in one statement, so that it is of one instant: the last `sinceS` before it. */
 export async function statsOf(
@@ -149,25 +147,7 @@ export async function statsOf(
       select pool, number, at, seen, wanted, reason from ${s}.looks, time
       where act = 'written' and at >= since order by at desc, number desc limit ${MOST_STEPS} + 1
     ),
-    spans as (
-      select pool, running, least(busy, running) as busy, greatest(0, extract(epoch from
-        least(next_at, at + ${defaults.gapS} * interval '1 second', until)
-          - greatest(at, since))) as s
-      from (
-        select pool, at, (seen #>> '{platform,running}')::float8 as running,
-          -- Not known: taken for busy.
-          coalesce((seen #>> '{queue,workers,busy}')::float8, 'infinity') as busy,
-          lead(at) over (partition by pool order by at, number) as next_at
-        from ${s}.looks
-        where at > now() - ${sinceS + defaults.gapS} * interval '1 second'
-          -- Those of dry runs are the looks of nobody who acts, at the same replicas.
-          and pool not like '%/dry-run' and seen #>> '{platform,running}' is not null
-      ) looks, time
-    ),
-    pools as (
-      select pool, sum(s) as seen_s, sum(s * running) as replica_s, sum(s * busy) as busy_s
-      from spans group by pool having sum(s) > 0
-    )
+    pools as materialized (${poolSeconds(sql, sinceS)})
     select jsonb_build_object(
       'since', since at time zone 'UTC', 'until', until at time zone 'UTC',
       'states', (
@@ -196,7 +176,7 @@ export async function statsOf(
   return shown({ ...rest, pools: { items: pools.map((pool) => hoursOf(pool, prices)) } });
 }
 
-function hoursOf({ pool, seen_s, replica_s, busy_s }: Row["pools"][number], prices: Prices): Hours {
+function hoursOf({ pool, seen_s, replica_s, busy_s }: PoolSeconds, prices: Prices): Hours {
   return {
     pool,
     seen_hours: round(seen_s / 3600, 3),

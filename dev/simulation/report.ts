@@ -1,29 +1,7 @@
 /** What a simulated policy comes to: waits, replica-hours, dollars. */
-import { decimal, flag } from "../../config.ts";
+import { dollarsOf, type Prices } from "../../costs.ts";
 import type { Trace } from "./trace.ts";
 import type { Result } from "./world.ts";
-
-/** Railway's prices of a month, which is charged by the minute as if it had 30 days. */
-const VCPU_DOLLARS = 20;
-const GB_DOLLARS = 10;
-const MONTH_S = 30 * 86_400;
-
-/** What a replica uses, which is what Railway charges: while it runs jobs, and while it waits. */
-export interface Prices {
-  vcpu: number;
-  gb: number;
-  idleVcpu: number;
-  idleGb: number;
-}
-
-/** The flags of it. */
-export const usage = {
-  vcpu: flag(decimal(2, 64, "vCPUs that a replica uses while it runs jobs")),
-  gb: flag(decimal(1.5, 512, "GB that it uses then")),
-  // Measured: a worker that waits uses 0.006 of a core and 78 MB.
-  idleVcpu: flag(decimal(0.01, 64, "vCPUs that it uses while it waits")),
-  idleGb: flag(decimal(0.1, 512, "GB that it uses then")),
-};
 
 /** Seconds, hours and dollars rounded as they are shown. */
 export interface Report {
@@ -57,14 +35,6 @@ export function reportOf(policy: string, result: Result, prices: Prices): Report
     dollars: round(dollarsOf(replicaS, busyS, prices), 2),
     ...{ interrupted, crashed, failed, changes, ended_h: round(endS / 3600, 1) },
   };
-}
-
-/** What the use of so many replica-seconds costs, of which `busyS` ran jobs. */
-export function dollarsOf(replicaS: number, busyS: number, prices: Prices): number {
-  const month = (vcpu: number, gb: number) => vcpu * VCPU_DOLLARS + gb * GB_DOLLARS;
-  const busy = month(prices.vcpu, prices.gb) * busyS;
-  const idle = month(prices.idleVcpu, prices.idleGb) * (replicaS - busyS);
-  return (busy + idle) / MONTH_S;
 }
 
 /** The smallest value that this share of all is not above; 0 when there are none. */
