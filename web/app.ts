@@ -5,6 +5,7 @@ import { api } from "./api.ts";
 import { health } from "./health.ts";
 import { mcp } from "./mcp.ts";
 import { metrics } from "./metrics.ts";
+import { pages, showNotFound, wantsPage } from "./pages.ts";
 import { answer, Problem } from "./problem.ts";
 import type { App, Env, Site } from "./site.ts";
 
@@ -32,6 +33,11 @@ export function appOf(site: Site): App {
   app.route("/", health(site));
   app.route("/", metrics(site));
   app.onError((error, c) => answer(c, error));
-  app.notFound((c) => answer(c, new Problem(404, `there is nothing at ${c.req.path}`)));
+  app.notFound((c) =>
+    wantsPage(c)
+      ? showNotFound(c)
+      : answer(c, new Problem(404, `there is nothing at ${c.req.path}`))
+  );
+  app.route("/", pages(site));
   return app;
 }

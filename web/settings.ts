@@ -1,10 +1,12 @@
 /** The site's settings. */
 import * as config from "../config.ts";
+import { usage } from "../costs.ts";
 
 const { databaseUrl, prepare, statementLimitMs, heartbeatMs, jobs, maxFileBytes, logLevel, pool } =
   config.settings;
 
 export const spec = {
+  ...usage,
   ...{ databaseUrl, prepare, statementLimitMs, heartbeatMs, jobs, maxFileBytes, logLevel, pool },
   port: { ...config.int(8000, 0, 65_535, "the port; the variable is PORT"), variable: "PORT" },
   host: {

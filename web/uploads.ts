@@ -81,12 +81,16 @@ export function jobOfForm(fields: Record<string, string>): Record<string, unknow
 
 let forms = 0;
 
+/** Throws when the fields before the first file say that no file is to be stored. */
+type Check = (fields: Form["fields"]) => Promise<void>;
+
 /**
- * Reads a form of multipart/form-data; its files, in the field `file`, are stored as they come.
+ * Reads a form of multipart/form-data; its files, in the field `file`, are stored as they come, once
+ * `check` let them.
  *
  * @throws Problem 400, 408, 413, 422, 503; then nothing of it is kept
  */
-export async function readForm(site: Site, request: Request): Promise<Form> {
+export async function readForm(site: Site, request: Request, check?: Check): Promise<Form> {
   if (forms >= MAX_UPLOADS) {
     throw new Problem(503, `${MAX_UPLOADS} uploads are under way, as many as there may be`, {
       retryAfterS: BUSY_RETRY_S,
@@ -95,7 +99,7 @@ export async function readForm(site: Site, request: Request): Promise<Form> {
   forms++;
   const files: Upload[] = [];
   try {
-    return { fields: await parse(site, request, files), files };
+    return { fields: await parse(site, request, files, check), files };
   } catch (error) {
     await discard(site, files);
     throw error;
@@ -113,7 +117,12 @@ export async function discard(site: Site, files: readonly Upload[]): Promise<voi
   }
 }
 
-async function parse(site: Site, request: Request, files: Upload[]): Promise<Form["fields"]> {
+async function parse(
+  site: Site,
+  request: Request,
+  files: Upload[],
+  check: Check = () => Promise.resolve(),
+): Promise<Form["fields"]> {
   const parser = parserOf(request);
   const fields = new Map<string, string>();
   const stop = new AbortController();
@@ -141,7 +150,8 @@ async function parse(site: Site, request: Request, files: Upload[]): Promise<For
     }
     // What a browser sends where no file was chosen.
     if (!filename) return content.on("data", () => fail(invalid("file", "it has no name")));
-    stored = stored.then(() => store(site, content, filename))
+    stored = stored.then(() => files.length ? undefined : check(Object.fromEntries(fields)))
+      .then(() => store(site, content, filename))
       .then((file) => void files.push(file))
       .catch(fail);
   });
@@ -153,6 +163,7 @@ async function parse(site: Site, request: Request, files: Upload[]): Promise<For
   await stored;
   if (stop.signal.aborted) throw stop.signal.reason;
   if (broken) throw brokenOff(broken);
+  if (files.length === 0) await check(Object.fromEntries(fields));
   return Object.fromEntries(fields);
 }
 
