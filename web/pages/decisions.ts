@@ -33,7 +33,8 @@ export function seriesOf(seen: Seen[]) {
 /** Looks that decided the same, one after the other, as the first of them; the newest first. */
 function decisionsOf(seen: Seen[]): (Seen & { looks: number })[] {
   const decisions: (Seen & { looks: number })[] = [];
-  const signature = (it: Seen) => [it.code, it.wanted, it.act, it.alarms, it.error].join("|");
+  const signature = (it: Seen) =>
+    [it.code, it.wanted, it.act === "failed", it.alarms, it.error].join("|");
   for (const it of seen) {
     const last = decisions.at(-1);
     if (last && signature(last) === signature(it)) last.looks++;
@@ -58,10 +59,10 @@ export function decisionTable(seen: Seen[]): Markup {
                 <tr>
                   <th scope="col">Since</th>
                   <th scope="col">Decision</th>
+                  <th scope="col">Why</th>
                   <th scope="col" class="number">Wanted</th>
                   <th scope="col" class="number">Replicas</th>
                   <th scope="col" class="number">In line</th>
-                  <th scope="col">Why</th>
                   <th scope="col" class="number">Looks</th>
                 </tr>
               </thead>
@@ -73,15 +74,15 @@ export function decisionTable(seen: Seen[]): Markup {
                       <td><span class="code-${it.code}">${it.code}</span>${it.act === "failed"
                         ? " (refused)"
                         : ""}</td>
-                      <td class="number">${known(it.wanted)}</td>
-                      <td class="number">${known(it.replicas)}</td>
-                      <td class="number">${known(it.waiting)}</td>
-                      <td>${it.reason}${it.alarms.map((alarm) =>
+                      <td class="why-cell">${it.reason}${it.alarms.map((alarm) =>
                         html`
                           <strong class="alarm">${alarm}</strong>
                         `
                       )}
                         ${it.error && html`<span class="error">${cutTo(it.error, 300)}</span>`}</td>
+                      <td class="number">${known(it.wanted)}</td>
+                      <td class="number">${known(it.replicas)}</td>
+                      <td class="number">${known(it.waiting)}</td>
                       <td class="number">${it.looks}</td>
                     </tr>
                   `

@@ -8,6 +8,7 @@ import type { Markup } from "./layout.ts";
 /** One field, as JSON Schema has it. */
 interface Field {
   name: string;
+  label: string;
   type: "string" | "number" | "integer" | "boolean";
   required: boolean;
   choices?: string[];
@@ -21,6 +22,7 @@ type Schema = {
   properties?: Record<string, Schema>;
   required?: string[];
   enum?: unknown[];
+  title?: string;
   description?: string;
   minimum?: number;
   maximum?: number;
@@ -42,6 +44,7 @@ export function fieldsOf({ payload }: Kind): Field[] | null {
   if (properties.some(([, it]) => !plain.includes(it.type ?? ""))) return null;
   return properties.map(([name, it]) => ({
     name,
+    label: it.title ?? wordsOf(name),
     type: it.type as Field["type"],
     required: schema.required?.includes(name) ?? false,
     ...(it.enum && { choices: it.enum.map(String) }),
@@ -51,7 +54,7 @@ export function fieldsOf({ payload }: Kind): Field[] | null {
   }));
 }
 
-const label = (name: string) => {
+const wordsOf = (name: string) => {
   const words = name.replaceAll("_", " ");
   return words[0].toUpperCase() + words.slice(1);
 };
@@ -70,7 +73,7 @@ export function inputs(kind: Kind, given: Record<string, string>): Markup {
 }
 
 function input(field: Field, given: string | undefined): Markup {
-  const { name, type, required, choices, min, max, description } = field;
+  const { name, label, type, required, choices, min, max, description } = field;
   const id = `payload-${name}`;
   const full = `payload.${name}`;
   const needed = required && type !== "boolean" ? html`required` : "";
@@ -84,11 +87,11 @@ function input(field: Field, given: string | undefined): Markup {
       <label
         class="check"><input type="checkbox" name="${full}" value="yes" ${given
           ? "checked"
-          : ""} /> ${label(name)}</label>
+          : ""} /> ${label}</label>
     `;
   }
   return html`
-    <label for="${id}">${label(name)}${required ? "" : html`
+    <label for="${id}">${label}${required ? "" : html`
       <span class="muted">(optional)</span>
     `}</label>
     ${choices

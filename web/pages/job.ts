@@ -177,7 +177,7 @@ const score = (abc: string): Markup =>
     <section class="card score" aria-labelledby="score-title">
       <div class="heading">
         <h2 id="score-title">Score</h2>
-        <div class="player" data-player hidden>
+        <div class="player" data-player data-keep hidden>
           <button type="button" data-play>Play</button>
           <span class="muted" data-time></span>
         </div>

@@ -43,7 +43,7 @@ export function jobs(site: Site): Hono<Env> {
         ${live(
           "jobs",
           before === undefined ? REFRESH_S : 0,
-          html`${table(page.items, admin)} ${pager(filter, before, page)}`,
+          html`<div class="card">${table(page.items, admin)} ${pager(filter, before, page)}</div>`,
         )}
         ${admin && bulkForm(c, filter, before)}
       `,
@@ -183,7 +183,9 @@ function whereOf(job: ListedJob): Markup {
   if (status === "scheduled") {
     return html`due ${job.due_at.toISOString().slice(0, 16).replace("T", " ")}`;
   }
-  return html`<span class="muted">${job.finished_at ? ago(job.finished_at) : ""}</span>`;
+  return html`<span class="muted">${
+    job.finished_at ? html`finished ${ago(job.finished_at)}` : ""
+  }</span>`;
 }
 
 type Timed = Pick<ListedJob, "status" | "due_at" | "claimed_at" | "finished_at">;

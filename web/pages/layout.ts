@@ -18,6 +18,9 @@ export interface Page {
   body: Markup;
 }
 
+/** Scripts that leave a name behind for ours, which are modules. Both run in order, after the page is read. */
+const packages = ["uplot.js", "abcjs.js"];
+
 const admins = [
   ["/dashboard", "Dashboard"],
   ["/jobs", "Jobs"],
@@ -41,7 +44,13 @@ export function show(c: Context<Env>, page: Page, status = 200): Response | Prom
     <meta name="color-scheme" content="light dark" />
     <link rel="icon" href="${asset("siding.svg")}" type="image/svg+xml" />
     ${[...styles, "siding.css"].map((it) => html`<link rel="stylesheet" href="${asset(it)}" />`)}
-    ${["live.js", ...scripts].map((it) => html`<script src="${asset(it)}" defer></script>`)}
+    ${
+      ["live.js", ...scripts].map((it) =>
+        html`<script src="${asset(it)}" ${
+          packages.includes(it) ? "defer" : html`type="module"`
+        }></script>`
+      )
+    }
   </head>
   <body>
     <a class="skip" href="#main">Skip to the content</a>
@@ -136,8 +145,8 @@ export const count = (n: number) => n.toLocaleString("en-US");
 export const atLeast = (n: number, most: number) => count(n) + (n >= most ? "+" : "");
 
 export function bytes(n: number): string {
-  for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]] as const) {
-    if (n >= size) return `${(n / size).toFixed(1)} ${unit}`;
+  for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]] as const) {
+    if (n >= size) return `${Number((n / size).toFixed(1))} ${unit}`;
   }
   return `${n} B`;
 }
@@ -148,7 +157,7 @@ export const live = (id: string, everyS: number, content: Markup): Markup =>
 
 /** A table that may be wider than the screen: it scrolls by itself, with the keyboard too. */
 export const scrolling = (label: string, content: Markup): Markup =>
-  html`<div class="scroll" role="region" tabindex="0" aria-label="${label}">${content}</div>`;
+  html`<div class="scroll" role="group" tabindex="0" aria-label="${label}">${content}</div>`;
 
 /** A text of somebody's, cut to what a cell holds. */
 export const cutTo = (text: string, most: number) =>

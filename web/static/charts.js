@@ -22,6 +22,12 @@ const series = (label, colour, more = {}) => ({
   ...more,
 });
 
+const two = (n) => String(n).padStart(2, "0");
+const timeOf = (s) => {
+  const at = new Date(s * 1000);
+  return `${two(at.getHours())}:${two(at.getMinutes())}`;
+};
+
 const axis = () => ({
   stroke: token("--soft"),
   grid: { stroke: token("--line"), width: 1 },
@@ -64,12 +70,12 @@ function draw() {
         height: HEIGHT,
         cursor: { sync: { key: "looks" }, drag: { x: false, y: false } },
         scales: { y: { range: (_, __, max) => [0, Math.max(4, Math.ceil(max * 1.1))] } },
-        axes: [axis(), {
+        axes: [{ ...axis(), values: (_, splits) => splits.map(timeOf) }, {
           ...axis(),
           size: 44,
           incrs: [1, 2, 5, 10, 20, 50, 100, 500, 1000, 5000, 10000, 100000, 1e6],
         }],
-        series: [{ label: "At" }, ...chart.series],
+        series: [{ label: "At", value: (_, s) => s === null ? "–" : timeOf(s) }, ...chart.series],
         hooks: { setCursor: [(plot) => why(plot.cursor.idx)] },
       },
       columnsOf(chart),

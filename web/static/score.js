@@ -10,29 +10,45 @@ const VOLUME = 0.2;
 let score = null;
 let player = null;
 
-// The site's policy forbids style attributes in markup, and setAttribute counts as that; styles set
-// one by one do not. So those that abcjs writes are taken apart.
-const setAttribute = Element.prototype.setAttribute;
-Element.prototype.setAttribute = function (name, value) {
-  if (name === "style") this.style.cssText = value;
-  else setAttribute.call(this, name, value);
-};
+/**
+ * The site's policy forbids style attributes and style elements; what a script sets one by one it
+ * allows. So the styles that abcjs writes as attributes are taken apart, and its style element,
+ * which is for dragging notes alone, becomes one that says nothing.
+ */
+function withoutInlineStyles(draw) {
+  const { setAttribute } = Element.prototype;
+  const { createElementNS } = document;
+  Element.prototype.setAttribute = function (name, value) {
+    if (name === "style") this.style.cssText = value;
+    else setAttribute.call(this, name, value);
+  };
+  document.createElementNS = function (space, name) {
+    return createElementNS.call(this, space, name === "style" ? "metadata" : name);
+  };
+  try {
+    return draw();
+  } finally {
+    Element.prototype.setAttribute = setAttribute;
+    delete document.createElementNS;
+  }
+}
 
-/** The notes of a tune: {at_s, for_s, pitches, elements}, in order. */
+/** The notes of a tune in order: when, the pitches and how long each sounds, what is drawn of it. */
 function notesOf(tune) {
   tune.setUpAudio(); // this is what gives the notes their pitches
-  const qpm = tune.getBpm();
-  const timings = tune.setTiming(qpm, 0) ?? [];
-  return timings.filter((it) => it.type === "event").map((it) => ({
-    at_s: it.milliseconds / 1000,
-    pitches: (it.midiPitches ?? []).map(({ pitch, duration }) => ({
-      hz: 440 * 2 ** ((pitch - 69) / 12),
-      // In whole notes, where a beat is that of the tempo.
-      for_s: duration * it.millisecondsPerMeasure / 1000 /
-        (tune.getMeterFraction?.().num / tune.getMeterFraction?.().den || 1),
-    })),
-    elements: (it.elements ?? []).flat(),
-  }));
+  const { num, den } = tune.getMeterFraction();
+  const events = (tune.setTiming(tune.getBpm(), 0) ?? []).filter((it) => it.type === "event");
+  return events.map((it) => {
+    const wholeNoteS = it.millisecondsPerMeasure / 1000 / (num / den);
+    return {
+      at_s: it.milliseconds / 1000,
+      pitches: (it.midiPitches ?? []).map(({ pitch, duration }) => ({
+        hz: 440 * 2 ** ((pitch - 69) / 12),
+        for_s: duration * wholeNoteS,
+      })),
+      elements: (it.elements ?? []).flat(),
+    };
+  });
 }
 
 function draw() {
@@ -40,13 +56,16 @@ function draw() {
   const paper = document.querySelector("[data-paper]");
   if (!source || !paper || score?.paper === paper) return;
   paper.hidden = false;
-  const [tune] = ABCJS.renderAbc(paper, source.textContent, {
-    responsive: "resize",
-    add_classes: true,
-    staffwidth: 740,
-    wrap: { minSpacing: 1.8, maxSpacing: 2.7, preferredMeasuresPerLine: 4 },
-    format: { titlefont: "system-ui 18 bold" },
-  });
+  const widthPx = Math.min(740, Math.max(320, paper.clientWidth - 40));
+  const [tune] = withoutInlineStyles(() =>
+    ABCJS.renderAbc(paper, source.textContent, {
+      responsive: "resize",
+      add_classes: true,
+      staffwidth: widthPx,
+      wrap: { minSpacing: 1.8, maxSpacing: 2.7, preferredMeasuresPerLine: widthPx < 500 ? 2 : 4 },
+      format: { titlefont: "system-ui 18 bold" },
+    })
+  );
   score = { paper, notes: notesOf(tune) };
   const controls = document.querySelector("[data-player]");
   controls.hidden = score.notes.length === 0;
