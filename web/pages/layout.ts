@@ -56,11 +56,19 @@ export function show(c: Context<Env>, page: Page, status = 200): Response | Prom
     <a class="skip" href="#main">Skip to the content</a>
     ${header(c, page)}
     <main id="main" tabindex="-1">${body}</main>
+        ${c.get("who") && footer}
   </body>
 </html>`,
     status as 200,
   );
 }
+
+const footer = html`
+  <footer>
+    <a href="/api">API</a>
+    <a href="/health/service">Health</a>
+  </footer>
+`;
 
 function header(c: Context<Env>, { at }: Page): Markup {
   const who = c.get("who");

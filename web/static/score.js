@@ -56,9 +56,11 @@ function draw() {
   const paper = document.querySelector("[data-paper]");
   if (!source || !paper || score?.paper === paper) return;
   paper.hidden = false;
+  // It would show the backslash that the notation has before an ampersand of a title.
+  const notation = source.textContent.replaceAll("\\&", "&");
   const widthPx = Math.min(740, Math.max(320, paper.clientWidth - 40));
   const [tune] = withoutInlineStyles(() =>
-    ABCJS.renderAbc(paper, source.textContent, {
+    ABCJS.renderAbc(paper, notation, {
       responsive: "resize",
       add_classes: true,
       staffwidth: widthPx,
@@ -66,6 +68,7 @@ function draw() {
       format: { titlefont: "system-ui 18 bold" },
     })
   );
+  paper.querySelector("metadata")?.remove();
   score = { paper, notes: notesOf(tune) };
   const controls = document.querySelector("[data-player]");
   controls.hidden = score.notes.length === 0;
