@@ -3,7 +3,7 @@ import { assert, assertEquals, assertMatch } from "@std/assert";
 import { schema, type Sql } from "../db.ts";
 import { enqueue, setQueue } from "../queue.ts";
 import { databaseTest as test } from "./database.ts";
-import { adminToken, type RunningSite, startSite } from "./site.ts";
+import { adminToken, keyOf, type RunningSite, startSite } from "./site.ts";
 
 /** Somebody who signed in: requests with their cookie. */
 async function signedIn(site: RunningSite, token = adminToken) {
@@ -197,7 +197,7 @@ test("jobs are cancelled in bulk by a filter, by the admin alone", async (sql, u
   }.jobs where status = 'queued' and queue = 'default'`;
   assertEquals(n, 50);
   assertEquals(await ended(await me.post("/jobs", { do: "cancel", status: "done" })), 422);
-  const key = await (await import("./site.ts")).keyOf(sql, "acme");
+  const key = await keyOf(sql, "acme");
   const owner = await signedIn(site, key);
   assertEquals(await ended(await owner.post("/jobs", { do: "cancel", status: "queued" })), 404);
 });

@@ -46,7 +46,7 @@ const charts = () => ({
   workers: {
     columns: ["wanted", "replicas", "busy"],
     series: [
-      series("Wanted", "--accent", { width: 3 }),
+      series("Wanted", "--accent", { width: 7, stroke: `${token("--accent")}66` }),
       series("Running", "--violet", { dash: [6, 3] }),
       series("Busy", "--blue", { dash: [2, 3] }),
     ],
