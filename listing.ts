@@ -141,7 +141,8 @@ export const attempts = (sql: Sql, jobId: string): Promise<Attempt[]> =>
 
 /** No state of a queue is counted further: so many may be more. */
 export const COUNTED_TO = 10_000;
-const MAX_QUEUES = 100;
+/** Queues that are told of, the first by name. */
+export const MAX_QUEUES = 100;
 
 /** A queue's settings, and its unfinished jobs as far as {@linkcode COUNTED_TO}. */
 export interface QueueStatus {

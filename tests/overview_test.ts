@@ -1,6 +1,6 @@
 /** With a million jobs the dashboard's statements read a bounded number of rows, and tell the truth. */
 import { assert, assertEquals } from "@std/assert";
-import { attempts } from "../listing.ts";
+import { attempts, COUNTED_TO, queueStatus } from "../listing.ts";
 import { type Pool, schema, type Sql } from "../db.ts";
 import { setQueue } from "../queue.ts";
 import * as overview from "../web/overview.ts";
@@ -51,7 +51,7 @@ test("with a million jobs and 50,000 looks each of the dashboard's statements re
   const day = 86_400;
   const bounds: [string, number, (sql: Sql) => Promise<unknown>][] = [
     // A row is counted up to four times: as fetched and as returned, for the index and for the table.
-    ["depths", 4 * 6 * overview.MOST_COUNTED, overview.depths],
+    ["queueStatus", 4 * 6 * COUNTED_TO, queueStatus],
     ["lately", 4 * overview.MOST_FINISHED, overview.lately],
     ["failures", 4 * overview.MOST_FAILED, overview.failures],
     ["seen", 4 * overview.MOST_LOOKS, (sql) => overview.seen(sql, "pool-1", day)],
@@ -72,9 +72,9 @@ test("with a million jobs and 50,000 looks each of the dashboard's statements re
     await rowsRead(sql, (sql) => Promise.resolve(sql`select count(*) from ${s}.jobs`)) >= 1_000_000,
   );
 
-  const depths = await overview.depths(sql);
+  const depths = await queueStatus(sql);
   assertEquals(depths.map(({ name, queued }) => [name, queued]), [
-    ["default", overview.MOST_COUNTED],
+    ["default", COUNTED_TO],
     ["other", 0],
     ["webhooks", 0],
   ]);
@@ -99,7 +99,7 @@ test("the overview counts what is there", async (sql) => {
     from generate_series(1, 2)
     union all
     select 'default', 'b', '{}', 'failed', now() - interval '3 hours', now() - interval '3 hours', now() - interval '2 hours', 'long ago'`;
-  const other = (await overview.depths(sql)).find((it) => it.name === "other")!;
+  const other = (await queueStatus(sql)).find((it) => it.name === "other")!;
   assertEquals([other.queued, other.paused], [3, true]);
   assert(other.oldest_wait_s! >= 30 && other.oldest_wait_s! < 60);
   const kinds = await overview.lately(sql);

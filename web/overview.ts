@@ -6,9 +6,6 @@ import { type PoolSeconds, poolSeconds } from "../costs.ts";
 import { schema, type Sql } from "../db.ts";
 import { list } from "../queue.ts";
 
-/** Jobs counted in one state (of a queue, those in line); and queues. */
-export const MOST_COUNTED = 5000;
-export const MOST_QUEUES = 50;
 /** The last finished jobs, and the last failed ones, that are read. */
 export const MOST_FINISHED = 10_000;
 export const MOST_FAILED = 1000;
@@ -16,55 +13,6 @@ export const MOST_FAILED = 1000;
 export const MOST_LOOKS = 2880;
 const MOST_COST_LOOKS = 20_000;
 const MOST_PROCESSES = 200;
-
-/** A queue's settings, and its jobs: {@linkcode MOST_COUNTED} means at least so many. */
-export interface Depth {
-  name: string;
-  paused: boolean;
-  claim: "skip_locked" | "lock" | "repeatable_read";
-  max_running: number | null;
-  max_waiting: number | null;
-  max_per_owner: number | null;
-  scheduled: number;
-  queued: number;
-  running: number;
-  review: number;
-  /** How long the first of those counted has been due; null when none waits. */
-  oldest_wait_s: number | null;
-}
-
-/** The queues, by name, and how many jobs are in each. */
-export const depths = (sql: Sql): Promise<Depth[]> => {
-  const s = sql(schema);
-  return list(sql<Depth[]>`
-    with named as materialized (
-      select name, paused, claim, max_running, max_waiting, max_per_owner from ${s}.queues
-      order by name limit ${MOST_QUEUES}
-    ),
-    others as materialized (
-      (select queue, status from ${s}.jobs where status = 'scheduled' limit ${MOST_COUNTED})
-      union all (select queue, status from ${s}.jobs where status = 'running' limit ${MOST_COUNTED})
-      union all (select queue, status from ${s}.jobs where status = 'review' limit ${MOST_COUNTED})
-    ),
-    counted as (
-      select queue, (count(*) filter (where status = 'scheduled'))::integer as scheduled,
-        (count(*) filter (where status = 'running'))::integer as running,
-        (count(*) filter (where status = 'review'))::integer as review
-      from others group by queue
-    )
-    select n.*, coalesce(c.scheduled, 0) as scheduled, coalesce(c.running, 0) as running,
-      coalesce(c.review, 0) as review, l.queued, l.oldest_wait_s
-    from named n
-    left join counted c on c.queue = n.name
-    cross join lateral (
-      select count(*)::integer as queued, extract(epoch from now() - min(due_at))::float8 as oldest_wait_s
-      from (
-        select j.due_at from ${s}.jobs j where j.queue = n.name and j.status = 'queued'
-        order by j.priority desc, j.due_at, j.id limit ${MOST_COUNTED}
-      ) line
-    ) l
-    order by n.name`);
-};
 
 /** A worker, controller or site that reports or did so of late. */
 export interface Process {
@@ -133,15 +81,6 @@ export const lately = (sql: Sql): Promise<Lately[]> =>
         as read_s from finished) total
     order by jobs desc, kind limit 100`);
 
-/**
- * The failed jobs `j` before an id, to be read in the order of `j.status desc, j.id desc`. Said as a
- * range of both, since with `status = 'failed' order by id` the primary key serves as well: it looks
- * cheaper where many failed, and reads all the others where these are old (seen: 50,000 rows for 1000).
- */
-export const failedBefore = (sql: Sql, before = "9223372036854775807") =>
-  sql`j.status in ('failed', 'cancelled') and (j.status, j.id) > ('failed', 0)
-    and (j.status, j.id) < ('failed', ${before}::bigint)`;
-
 /** Failed jobs of a kind that say the same. */
 export interface Failures {
   kind: string;
@@ -151,13 +90,15 @@ export interface Failures {
   last_at: Date;
 }
 
-/** Of the newest {@linkcode MOST_FAILED} failed jobs, the messages, the newest first. */
+/** Of the newest {@linkcode MOST_FAILED} failed jobs, the messages, the newest first. The order as in listing.ts. */
 export const failures = (sql: Sql): Promise<Failures[]> =>
   list(sql<Failures[]>`
     select kind, left(error, 300) as message, count(*)::integer as jobs, max(id)::text as last_id,
       max(finished_at) as last_at
     from (
-      select j.id, kind, error, finished_at from ${sql(schema)}.jobs j where ${failedBefore(sql)}
+      select j.id, kind, error, finished_at from ${
+    sql(schema)
+  }.jobs j where j.status = any(array['failed'])
       order by j.status desc, j.id desc limit ${MOST_FAILED}
     ) newest
     group by kind, left(error, 300) order by max(id) desc limit 30`);

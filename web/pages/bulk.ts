@@ -5,7 +5,6 @@ import { schema, type Sql } from "../../db.ts";
 import { retry } from "../../desk.ts";
 import { type JobFilter, listJobs, WINDOW } from "../../listing.ts";
 import { cancel, Refused } from "../../queue.ts";
-import { failedBefore } from "../overview.ts";
 import { Problem } from "../problem.ts";
 import type { Env, Site } from "../site.ts";
 import { trustedForm } from "./forms.ts";
@@ -147,13 +146,13 @@ export async function toRetry(
   sql: Sql,
   filter: JobFilter,
   error: string | null,
-  before?: string,
+  before = "9223372036854775807",
 ): Promise<{ ids: string[]; last: string | null; scanned: number }> {
   const { owner = null, kind = null, queue = null } = filter;
   const [row] = await sql<{ ids: string[]; last: string | null; scanned: number }[]>`
     with range as materialized (
       select j.id, j.kind, j.queue, j.owner, j.error, j.retried_as from ${sql(schema)}.jobs j
-      where ${failedBefore(sql, before)} order by j.status desc, j.id desc limit ${WINDOW}
+      where j.status = any(array['failed']) and j.id < ${before} order by j.status desc, j.id desc limit ${WINDOW}
     ),
     found as (
       select id from range

@@ -1,14 +1,14 @@
 /** The dashboard: what waits, what runs, who works on it, what the controller decided, what it costs. */
 import { type Context, Hono } from "hono";
 import { html } from "hono/html";
-import { type PoolSeconds } from "../../costs.ts";
+import { dollarsOf, type PoolSeconds } from "../../costs.ts";
+import { COUNTED_TO, MAX_QUEUES, type QueueStatus, queueStatus } from "../../listing.ts";
 import * as overview from "../overview.ts";
 import { Problem } from "../problem.ts";
 import type { Env, Site } from "../site.ts";
 import { costTable, failureTable, kindTable, queueTable, workerTable } from "./dashboard_tables.ts";
 import { decisionTable, seriesOf } from "./decisions.ts";
 import { atLeast, count, cutTo, duration, live, type Markup, show } from "./layout.ts";
-import { dollarsOf } from "../../costs.ts";
 
 const REFRESH_S = 5;
 const DAY_S = 86_400;
@@ -22,7 +22,7 @@ export function dashboard(site: Site): Hono<Env> {
     const silentS = site.settings.heartbeatMs * 3 / 1000;
     const run = site.db.run.bind(site.db);
     const [depths, processes, kinds, failures, seen, costs] = await Promise.all([
-      run(overview.depths),
+      run(queueStatus),
       run((sql) => overview.processes(sql, silentS)),
       run(overview.lately),
       run(overview.failures),
@@ -77,7 +77,7 @@ async function choice(site: Site, c: Context<Env>) {
 
 function tiles(
   site: Site,
-  depths: overview.Depth[],
+  depths: QueueStatus[],
   processes: overview.Process[],
   last: overview.Seen | undefined,
   costs: PoolSeconds[],
@@ -85,10 +85,9 @@ function tiles(
   const sum = (key: "queued" | "running" | "scheduled" | "review") => {
     const counts = depths.map((it) => it[key]);
     const total = counts.reduce((a, b) => a + b, 0);
-    return counts.some((it) => it >= overview.MOST_COUNTED) ||
-        depths.length === overview.MOST_QUEUES
-      ? `${count(total)}+`
-      : count(total);
+    // Those in line are counted queue by queue, the others for all queues at once.
+    const cut = key === "queued" ? counts.some((it) => it >= COUNTED_TO) : total >= COUNTED_TO;
+    return count(total) + (cut || depths.length === MAX_QUEUES ? "+" : "");
   };
   const oldestS = Math.max(...depths.map((it) => it.oldest_wait_s ?? -1));
   const workers = processes.filter((it) => it.role === "worker");
@@ -121,7 +120,7 @@ function tiles(
       )}
       ${tile(
         "In review",
-        html`<a href="/review">${atLeast(review, overview.MOST_COUNTED)}</a>`,
+        html`<a href="/review">${atLeast(review, COUNTED_TO)}</a>`,
         review ? "for a person" : "nothing to decide",
         review ? "warn" : "",
       )}

@@ -1,11 +1,10 @@
 /** The tables of the dashboard. */
 import { html } from "hono/html";
 import { dollarsOf, MONTH_S, type PoolSeconds, type Prices } from "../../costs.ts";
+import { COUNTED_TO, type QueueStatus } from "../../listing.ts";
 import {
-  type Depth,
   type Failures,
   type Lately,
-  MOST_COUNTED,
   MOST_FAILED,
   MOST_FINISHED,
   type Process,
@@ -165,7 +164,7 @@ export function workerTable(processes: Process[]): Markup {
   );
 }
 
-export const queueTable = (depths: Depth[]): Markup =>
+export const queueTable = (depths: QueueStatus[]): Markup =>
   section(
     "depth",
     "Queue depth",
@@ -192,11 +191,11 @@ export const queueTable = (depths: Depth[]): Markup =>
                       <span class="state paused">paused</span>
                     `
                     : ""}</th>
-                  <td class="number">${atLeast(it.queued, MOST_COUNTED)}</td>
-                  <td class="number">${atLeast(it.running, MOST_COUNTED)}${it.max_running === null
+                  <td class="number">${atLeast(it.queued, COUNTED_TO)}</td>
+                  <td class="number">${atLeast(it.running, COUNTED_TO)}${it.max_running === null
                     ? ""
                     : ` of ${it.max_running}`}</td>
-                  <td class="number">${atLeast(it.scheduled, MOST_COUNTED)}</td>
+                  <td class="number">${atLeast(it.scheduled, COUNTED_TO)}</td>
                   <td class="number">${duration(it.oldest_wait_s)}</td>
                 </tr>
               `

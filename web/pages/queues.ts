@@ -3,7 +3,7 @@ import { type Context, Hono } from "hono";
 import { html } from "hono/html";
 import { schema } from "../../db.ts";
 import { type QueueSettings, setQueue } from "../../queue.ts";
-import { type Depth, depths, MOST_COUNTED, MOST_QUEUES } from "../overview.ts";
+import { COUNTED_TO, MAX_QUEUES, type QueueStatus, queueStatus } from "../../listing.ts";
 import { Problem } from "../problem.ts";
 import type { Env, Site } from "../site.ts";
 import { trustedForm, wholeNumber } from "./forms.ts";
@@ -15,15 +15,15 @@ const MOST = 1_000_000_000;
 export function queues(site: Site): Hono<Env> {
   const app = new Hono<Env>();
   app.get("/queues", async (c) => {
-    const items = await site.db.run(depths);
+    const items = await site.db.run(queueStatus);
     return show(c, {
       title: "Queues",
       at: "/queues",
       body: html`
         <h1>Queues</h1>
         <div class="cards">${items.map((it) => card(c, it))}</div>
-        ${items.length === MOST_QUEUES &&
-          html`<p class="hint">The first ${MOST_QUEUES} by name.</p>`}
+        ${items.length === MAX_QUEUES &&
+          html`<p class="hint">The first ${MAX_QUEUES} by name.</p>`}
         ${creation(c)}
       `,
     });
@@ -76,7 +76,7 @@ function settingsOf(given: Record<string, string | undefined>): QueueSettings {
   };
 }
 
-function card(c: Context<Env>, it: Depth): Markup {
+function card(c: Context<Env>, it: QueueStatus): Markup {
   const { name, paused } = it;
   const verb = paused ? "resume" : "pause";
   return html`
@@ -97,18 +97,18 @@ function card(c: Context<Env>, it: Depth): Markup {
           <dt>In line</dt>
           <dd><a href="/jobs?status=queued&amp;queue=${name}">${atLeast(
             it.queued,
-            MOST_COUNTED,
+            COUNTED_TO,
           )}</a></dd>
         </div>
         <div>
           <dt>Running</dt>
-          <dd>${atLeast(it.running, MOST_COUNTED)}${it.max_running === null
+          <dd>${atLeast(it.running, COUNTED_TO)}${it.max_running === null
             ? ""
             : ` of ${it.max_running}`}</dd>
         </div>
         <div>
           <dt>Scheduled</dt>
-          <dd>${atLeast(it.scheduled, MOST_COUNTED)}</dd>
+          <dd>${atLeast(it.scheduled, COUNTED_TO)}</dd>
         </div>
         <div>
           <dt>Oldest waits</dt>
@@ -127,7 +127,7 @@ function card(c: Context<Env>, it: Depth): Markup {
   `;
 }
 
-type Limits = Pick<Depth, "claim" | "max_running" | "max_waiting" | "max_per_owner">;
+type Limits = Pick<QueueStatus, "claim" | "max_running" | "max_waiting" | "max_per_owner">;
 
 function limits(it: Limits, name: string): Markup {
   const field = (key: keyof Limits, label: string) =>
