@@ -4,9 +4,10 @@ import { type Script, startScript } from "./scripts.ts";
 
 /** How long a site may take until it listens. */
 const START_MS = 20_000;
-const secrets = {
-  admin: "an-admin-token-for-tests-and-tools-0001",
-  session: "a-session-secret-for-tests-and-tools-01",
+/** What it is started with, unless `env` has others. */
+export const secrets = {
+  admin: "an-admin-token-for-the-tests-only-0001",
+  session: "a-session-secret-for-the-tests-only-01",
 };
 
 /** A site that listens. */
