@@ -25,7 +25,7 @@ browserTest(
     await page.locator(".badge.done").waitFor();
     await page.locator("[data-paper] svg").waitFor();
     assert(await page.locator("[data-paper] .abcjs-note").count() >= 5);
-    await page.locator("[data-paper] svg").getByText("Up & <b>up</b>").waitFor();
+    await page.locator("[data-paper] svg").getByText("Up & <b>up</b>", { exact: true }).waitFor();
 
     await page.getByRole("button", { name: "Play" }).click();
     await page.locator("[data-paper] .playing").first().waitFor();

@@ -7,6 +7,7 @@
  * line is `N passed, N failed`, with `, N skipped` if any were. Exits 1 when a test failed, when
  * none ran, or when `deno test` failed for any other reason (counted as one failed); else 0.
  */
+import { tmpdir } from "node:os";
 import { basename } from "node:path";
 import postgres from "postgres";
 import { installedPostgres, startPostgres } from "../dev/postgres.ts";
@@ -78,7 +79,11 @@ async function runOn(url: string, files: string[], flags: string[]): Promise<Cou
         ...["test", "-A", "--frozen", "--parallel", "--sanitize-ops", "--sanitize-resources"],
         ...[`--junit-path=${report}`, ...flags, ...files],
       ],
-      env: { DATABASE_URL_TEST: url, DENO_JOBS: String(JOBS), TMPDIR: folder },
+      env: {
+        ...{ DATABASE_URL_TEST: url, DENO_JOBS: String(JOBS), TMPDIR: folder },
+        // Pictures of the pages are to be looked at after all else is removed.
+        SIDING_ARTIFACTS: Deno.env.get("SIDING_ARTIFACTS") || `${tmpdir()}/siding-pages`,
+      },
     }).spawn().status;
     const counts = countsOf(await Deno.readTextFile(report));
     if (code !== 0 && counts.failed === 0) {

@@ -15,6 +15,8 @@ const require = createRequire(import.meta.url);
 const own = (name: string) => fileURLToPath(new URL(`./static/${name}`, import.meta.url));
 const paths: Record<string, string> = {
   "siding.css": own("siding.css"),
+  "figures.css": own("figures.css"),
+  "forms.css": own("forms.css"),
   "siding.svg": own("siding.svg"),
   "live.js": own("live.js"),
   "charts.js": own("charts.js"),

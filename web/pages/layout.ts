@@ -43,7 +43,11 @@ export function show(c: Context<Env>, page: Page, status = 200): Response | Prom
     <meta name="viewport" content="width=device-width, initial-scale=1" />
     <meta name="color-scheme" content="light dark" />
     <link rel="icon" href="${asset("siding.svg")}" type="image/svg+xml" />
-    ${[...styles, "siding.css"].map((it) => html`<link rel="stylesheet" href="${asset(it)}" />`)}
+    ${
+      [...styles, "siding.css", "forms.css", "figures.css"].map((it) =>
+        html`<link rel="stylesheet" href="${asset(it)}" />`
+      )
+    }
     ${
       ["live.js", ...scripts].map((it) =>
         html`<script src="${asset(it)}" ${
