@@ -182,8 +182,9 @@ const score = (abc: string): Markup =>
           <span class="muted" data-time></span>
         </div>
       </div>
-      <div class="paper scroll" data-paper role="region" aria-label="Sheet music" tabindex="0"
-        hidden></div>
+      <div class="paper scroll" role="group" aria-label="Sheet music" tabindex="0" data-keep hidden>
+        <div data-paper></div>
+      </div>
       <details>
         <summary>ABC notation</summary>
         <pre data-abc>${abc}</pre>

@@ -55,7 +55,7 @@ function draw() {
   const source = document.querySelector("[data-abc]");
   const paper = document.querySelector("[data-paper]");
   if (!source || !paper || score?.paper === paper) return;
-  paper.hidden = false;
+  paper.parentElement.hidden = false;
   // It would show the backslash that the notation has before an ampersand of a title.
   const notation = source.textContent.replaceAll("\\&", "&");
   const widthPx = Math.min(740, Math.max(320, paper.clientWidth - 40));
