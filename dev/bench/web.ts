@@ -42,7 +42,7 @@ export interface Report {
 const READS = 5;
 const PAGES = [
   ...["/", "/jobs", "/jobs?status=queued", "/jobs?status=failed", "/jobs?owner=nobody"],
-  ...["/jobs?kind=none", "/dashboard", "/desk", "/queues", "/health/service", "/metrics"],
+  ...["/jobs?kind=none", "/dashboard", "/review", "/queues", "/health/service", "/metrics"],
   ...["/api/jobs", "/api/queues"],
 ];
 
