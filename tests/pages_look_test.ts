@@ -78,6 +78,8 @@ browserTest(
       "submit-json": "/submit?kind=number",
       review: "/review",
       queues: "/queues",
+      api: "/api",
+      health: "/health/service",
       "not-found": "/jobs/999999",
       ...Object.fromEntries(
         Object.entries(ids).map(([status, id]) => [`job-${status}`, `/jobs/${id}`]),

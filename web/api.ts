@@ -3,11 +3,12 @@ import { createRoute, OpenAPIHono, z } from "@hono/zod-openapi";
 import type { Context } from "hono";
 import { COUNTED_TO, queueStatus, workerStatus } from "../listing.ts";
 import { apiPage } from "./api_page.ts";
-import { adminOnly, assertLeft, bearer } from "./auth.ts";
+import { adminOnly, assertLeft, bearer, noteWho } from "./auth.ts";
 import { download } from "./downloads.ts";
 import { events, Watch } from "./events.ts";
 import { cancelJob, visibleJobs, wholeJob } from "./jobs.ts";
 import { documentOf, submitRoute } from "./openapi.ts";
+import { show } from "./pages/layout.ts";
 import { Problem, unfit } from "./problem.ts";
 import * as shapes from "./shapes.ts";
 import type { App, Env, Site } from "./site.ts";
@@ -113,7 +114,10 @@ export function api(site: Site): App {
   const watch = new Watch(site);
   const document = documentOf(site, app);
   app.get("/openapi.json", (c) => c.json(document()));
-  app.get("/", (c) => c.html(apiPage(document())));
+  app.get("/", async (c) => {
+    await noteWho(site, c);
+    return show(c, { title: "API", body: apiPage(document()) });
+  });
 
   app.use(bearer(site));
   app.openAPIRegistry.registerPath(submitRoute(site));

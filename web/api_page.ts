@@ -1,5 +1,6 @@
 /** The API's OpenAPI document as a page for people to read. */
-import { html, raw } from "hono/html";
+import { html } from "hono/html";
+import { scrolling } from "./pages/layout.ts";
 
 /** As much of JSON Schema as the document has. */
 interface Shape {
@@ -35,26 +36,16 @@ interface Described {
 }
 type Html = ReturnType<typeof html>;
 
-/** @param document an OpenAPI document, of which the page shows what a reader needs */
+/** @param document an OpenAPI document, of which this shows what a reader needs */
 export function apiPage(document: unknown): Html {
   const { info, paths, components } = document as Described;
   const operations = Object.entries(paths).flatMap(([path, methods]) =>
     Object.entries(methods).map(([method, it]) => operation(method.toUpperCase(), path, it))
   );
   const shapes = Object.entries(components.schemas).map(([name, shape]) =>
-    html`<section id="${anchor(name)}"><h3>${name}</h3>${fields(shape)}</section>`
+    html`<section class="card" id="${anchor(name)}"><h3>${name}</h3>${fields(shape)}</section>`
   );
   return html`
-    ${raw("<!doctype html>")}
-    <html lang="en">
-      <head>
-        <meta charset="utf-8">
-        <meta name="viewport" content="width=device-width, initial-scale=1">
-        <title>The API of ${info.title}</title>
-        <link rel="stylesheet" href="/static/siding.css">
-      </head>
-      <body>
-        <main>
     <h1>The API of ${info.title}</h1>
     <p>${info
       .description} For programs it is described by <a href="/api/openapi.json">openapi.json</a>;
@@ -66,9 +57,6 @@ export function apiPage(document: unknown): Html {
     ${operations}
     <h2>Shapes</h2>
     ${shapes}
-        </main>
-      </body>
-    </html>
   `;
 }
 
@@ -94,7 +82,7 @@ function operation(method: string, path: string, it: Operation): Html {
       </tr>
     `
   );
-  return html`<section>
+  return html`<section class="card">
 <h3><code>${method} /api${path}</code></h3>
 <p>${it.summary}. ${it.description ?? ""}</p>
 ${parameters.length ? table(["Parameter", "Where", "What"], parameters) : ""}
@@ -104,14 +92,17 @@ ${table(["Status", "When", "Body"], responses)}
 }
 
 const table = (heads: string[], rows: Html[]) =>
-  html`
-    <table>
-      <thead>
-        <tr>${heads.map((head) => html`<th scope="col">${head}</th>`)}</tr>
-      </thead>
-      <tbody>${rows}</tbody>
-    </table>
-  `;
+  scrolling(
+    heads.join(", "),
+    html`
+      <table>
+        <thead>
+          <tr>${heads.map((head) => html`<th scope="col">${head}</th>`)}</tr>
+        </thead>
+        <tbody>${rows}</tbody>
+      </table>
+    `,
+  );
 
 function fields({ properties = {}, required = [] }: Shape): Html {
   const rows = Object.entries(properties).map(([name, shape]) =>

@@ -82,6 +82,14 @@ export function session(site: Site): MiddlewareHandler<Env> {
   };
 }
 
+/** For pages that anybody may see: notes who signed in, if that can be told, for the page's frame. */
+export async function noteWho(site: Site, c: Context<Env>): Promise<void> {
+  const it = await signedIn(site, c).catch(() => null);
+  if (!it) return;
+  c.set("who", it.who);
+  c.set("csrf", await csrfOf(site, it.value));
+}
+
 /** For what is the admin's alone; to others it is not there. */
 export const adminOnly: MiddlewareHandler<Env> = async (c, next) => {
   if (!c.get("who").admin) throw new Problem(404, "there is no such page");

@@ -4,11 +4,12 @@
  * the reasons as codes; the admin gets them in words.
  */
 import { accepts } from "hono/accepts";
-import { html } from "hono/html";
 import type { Context } from "hono";
 import { OpenAPIHono } from "@hono/zod-openapi";
 import { checkSchema, describe, pause, schema, SchemaMismatch, type Sql } from "../db.ts";
-import { sameText, signedIn } from "./auth.ts";
+import { noteWho, sameText, signedIn } from "./auth.ts";
+import { healthPage } from "./pages/health.ts";
+import { show } from "./pages/layout.ts";
 import type { App, Env, Site } from "./site.ts";
 
 /** How long the database may take, after which it counts as unreachable. */
@@ -80,9 +81,11 @@ export function health(site: Site): App {
     const [status, number] = codes.length === 0 ? ["ok", 200 as const] : ["unwell", 503 as const];
     const told = await isAdmin(site, c) ? { messages: reasons, apart } : {};
     const supports = ["application/json", "text/html"];
-    return accepts(c, { header: "Accept", supports, default: supports[0] }) === "text/html"
-      ? c.html(page(codes, told), number, ofNow)
-      : c.json({ status, reasons: codes, ...told }, number, ofNow);
+    if (accepts(c, { header: "Accept", supports, default: supports[0] }) !== "text/html") {
+      return c.json({ status, reasons: codes, ...told }, number, ofNow);
+    }
+    await within(noteWho(site, c)).catch(() => {});
+    return show(c, healthPage(codes, told), number);
   });
   return app;
 }
@@ -180,38 +183,6 @@ async function isAdmin(site: Site, c: Context): Promise<boolean> {
   const [, token] = /^Bearer +(\S+)$/i.exec(c.req.header("authorization") ?? "") ?? [];
   if (token) return await sameText(token, site.secrets.admin);
   return await within(signedIn(site, c)).then((it) => it?.who.admin ?? false, () => false);
-}
-
-function page(
-  codes: readonly Code[],
-  { messages, apart }: { messages?: Reason[]; apart?: Apart[] },
-) {
-  const lines = messages?.map(({ code, message }) => `${code}: ${message}`) ?? codes;
-  const named =
-    apart?.map(({ queue, kind, apart, oldest_wait_s }) =>
-      `${kind} in ${queue}: ${apart.replace("_", " ")}, for ${Math.floor(oldest_wait_s)} s`
-    ) ?? [];
-  const items = (texts: readonly string[]) =>
-    html`<ul>${texts.map((it) => html`<li>${it}</li>`)}</ul>`;
-  return html`
-    <!doctype html>
-    <html lang="en">
-      <head>
-        <meta charset="utf-8">
-        <meta name="viewport" content="width=device-width">
-        <meta name="color-scheme" content="light dark">
-        <link rel="stylesheet" href="/static/siding.css">
-        <title>Siding is ${codes.length ? "unwell" : "well"}</title>
-      </head>
-      <body>
-        <main>
-              <h1>Siding is ${codes.length ? "unwell" : "well"}</h1>
-              ${codes.length ? items(lines) : ""}
-              ${named.length ? html`<h2>Waiting for a reason</h2>${items(named)}` : ""}
-            </main>
-      </body>
-    </html>
-  `;
 }
 
 class Late extends Error {}
