@@ -4,15 +4,36 @@ import { fileURLToPath } from "node:url";
 
 const dev = fileURLToPath(new URL("../dev.ts", import.meta.url));
 
-Deno.test("the demo transcribes every recording as it was played, with more workers for a while, and leaves nothing behind", async () => {
+/** How long the demo may take until its site is all that is left. */
+const LIMIT_MS = 180_000;
+
+Deno.test("the demo transcribes every recording as it was played, with more workers for a while, shows its site, and leaves nothing behind", async () => {
   const temporary = await Deno.makeTempDir({ prefix: "siding demo " });
-  const { code, stdout, stderr } = await new Deno.Command(Deno.execPath(), {
-    args: ["run", "-A", "--quiet", dev, "--demo"],
+  const child = new Deno.Command(Deno.execPath(), {
+    args: ["run", "-A", "--quiet", dev, "--demo", "--open", "--port", "0"],
     env: { NO_COLOR: "1", TMPDIR: temporary },
-  }).output();
-  const out = new TextDecoder().decode(stdout);
-  assertEquals(code, 0, out + new TextDecoder().decode(stderr));
-  const last = out.trim().split("\n").at(-1)!;
+    stdout: "piped",
+    stderr: "piped",
+  }).spawn();
+  const errors = new Response(child.stderr).text();
+  let out = "";
+  const late = setTimeout(() => child.kill("SIGKILL"), LIMIT_MS);
+  for await (const piece of child.stdout.pipeThrough(new TextDecoderStream())) {
+    out += piece;
+    const [, link] = /^the site: (\S+) — Ctrl-C stops all$/m.exec(out) ?? [];
+    if (!link) continue;
+    const signedIn = await fetch(link, { redirect: "manual" });
+    await signedIn.body?.cancel();
+    const cookie = signedIn.headers.getSetCookie()[0].split(";")[0];
+    const jobs = await fetch(new URL("/api/jobs?status=done", link), { headers: { cookie } });
+    assert((await jobs.json()).items.length >= 12);
+    child.kill("SIGTERM");
+    break;
+  }
+  clearTimeout(late);
+  const { code } = await child.status;
+  assertEquals(code, 0, out + await errors);
+  const last = out.split("\n").find((line) => line.includes("; workers "))!;
   assertMatch(
     last,
     /^(\d+) jobs: \1 done, 0 failed, 0 lost; wait p50 [\d.]+ s p95 [\d.]+ s; run p50 [\d.]+ s p95 [\d.]+ s; workers \d+( → \d+)+$/,
