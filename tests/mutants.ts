@@ -374,7 +374,7 @@ const mutants: Mutant[] = [
       "    perform (hashtextextended('siding.' || target.queue",
     ],
     test: "queue_test.ts",
-    filter: "never has more than max_per_owner",
+    filter: "max_per_owner with what is not committed",
   },
   {
     invariant: "queue",
@@ -561,6 +561,33 @@ const mutants: Mutant[] = [
     cut: ["where a.looked_at < now()", "where a.looked_at < 'infinity' or a.looked_at < now()"],
     test: "alerts_test.ts",
     filter: "do not count one time twice",
+  },
+  {
+    invariant: "owners",
+    what: "a job for whoever knows its id",
+    file: "web/jobs.ts",
+    cut: ["if (!job || !(who.admin || job.owner === who.owner)) {", "if (!job) {"],
+    test: "api_test.ts",
+    filter: "to others they are not there",
+  },
+  {
+    invariant: "owners",
+    what: "forms without a token of the session",
+    file: "web/auth.ts",
+    cut: [
+      'if (typeof token !== "string" || !await sameText(token, c.get("csrf"))) {',
+      "if (false) {",
+    ],
+    test: "pages_forms_test.ts",
+    filter: "token",
+  },
+  {
+    invariant: "owners",
+    what: "an Idempotency-Key that is good for another request",
+    file: SQL,
+    cut: ["if before.fingerprint is distinct from print then", "if false then"],
+    test: "api_test.ts",
+    filter: "Idempotency-Key happens once",
   },
   {
     invariant: "webhooks",

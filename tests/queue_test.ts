@@ -383,6 +383,24 @@ test(
   },
 );
 
+test("an owner never has more than max_per_owner with what is not committed yet", async (sql) => {
+  await queue.setQueue(sql, "fair", { max_per_owner: 3 });
+  const mine = { kind: "a", queue: "fair", owner: "ada" };
+  for (const [how, refused] of [["rollback", false], ["commit", true]] as const) {
+    const close = await openTransaction(sql, (tx) => queue.enqueue(tx, [mine, mine, mine]));
+    // It waits for the other to end: what it would count before that is not what there is after.
+    const one = queue.enqueue(sql, [mine]).then(() => false, (error) => error.code === "SD429");
+    await waitFor(
+      async () =>
+        (await sql`select from pg_locks where locktype = 'advisory' and not granted`).length,
+      "the second to wait for the first",
+    );
+    await close(how);
+    assertEquals(await one, refused);
+    if (!refused) await sql`delete from ${jobsTable(sql)}`;
+  }
+});
+
 test("max_per_owner refuses a transaction whose snapshot cannot see the others", async (sql) => {
   await queue.setQueue(sql, "fair", { max_per_owner: 3 });
   const refused = sql.begin(
