@@ -141,11 +141,17 @@ export async function enqueue(sql: Sql, jobs: readonly NewJob[]): Promise<Enqueu
       const code = codeOf(error);
       // Others may take the same keys in other orders. A transaction is its caller's to repeat.
       if (code === "40P01" && "begin" in sql && round < 5) continue;
-      // A value that fits no type (22), such as a bad time, no column (23), or is nested too deep (54).
-      if (!/^(SD|22|23|54)/.test(code)) throw error;
-      throw new EnqueueError(unstorable(jobs, "jobs") ?? (error as Error).message, code);
+      throw enqueueError(error, jobs);
     }
   }
+}
+
+/** What an enqueue failed with: an {@linkcode EnqueueError} where what was asked for is at fault. */
+export function enqueueError(error: unknown, jobs: readonly NewJob[]): unknown {
+  const code = codeOf(error);
+  // A value that fits no type (22), such as a bad time, no column (23), or is nested too deep (54).
+  if (!/^(SD|22|23|54)/.test(code)) return error;
+  return new EnqueueError(unstorable(jobs, "jobs") ?? (error as Error).message, code);
 }
 
 /** A queue with something to do, as {@linkcode look} saw it. */

@@ -184,6 +184,10 @@ test("what is malformed is refused with the field, the value and the rule", asyn
   await using site = await startSite(url, ["--max-file-bytes", "1000000"]);
   const api = await clientOf(site, await keyOf(sql, "ada"));
   const json = (more: Record<string, unknown>) => ({ json: { kind: "echo", ...more } });
+  const once = (more: Record<string, unknown>) => ({
+    ...json(more),
+    with: { "idempotency-key": "once" },
+  });
   const wrong: [Parameters<typeof api.call>[2], number, field: string, value?: unknown][] = [
     [{ json: {} }, 422, "kind"],
     [{ json: [] }, 422, "body"],
@@ -197,6 +201,11 @@ test("what is malformed is refused with the field, the value and the rule", asyn
     [json({ delay_s: -1 }), 422, "delay_s", -1],
     [json({ due_at: "noon" }), 422, "due_at", "noon"],
     [json({ due_at: "2099-01-01T00:00:00Z", delay_s: 1 }), 422, "due_at"],
+    [json({ due_at: "0000-01-01T00:00:00Z" }), 422, "due_at", "0000-01-01T00:00:00Z"],
+    [once({ due_at: "0000-01-01T00:00:00Z" }), 422, "due_at", "0000-01-01T00:00:00Z"],
+    [once({ due_at: "2099-01-01T00:00:00+23:59" }), 422, "due_at"],
+    [once({ queue: "nowhere" }), 422, "queue", "nowhere"],
+    [once({ payload: { "a\0": 1 } }), 422, "payload"],
     [json({ priority: 1 }), 422, "priority", 1],
     [json({ owner: "bob" }), 422, "owner", "bob"],
     [json({ unique_key: "" }), 422, "unique_key", ""],
@@ -250,7 +259,7 @@ test("what is malformed is refused with the field, the value and the rule", asyn
 });
 
 test("over a limit the answer says which, and when to come back", async (sql, url) => {
-  await using site = await startSite(url, ["--submits-per-minute", "4"]);
+  await using site = await startSite(url, ["--submits-per-minute", "5"]);
   const api = await clientOf(site, await keyOf(sql, "ada"));
   await queue.setQueue(sql, "small", { max_waiting: 1 });
   await queue.setQueue(sql, "fair", { max_per_owner: 1 });
@@ -266,6 +275,9 @@ test("over a limit the answer says which, and when to come back", async (sql, ur
     await submit({ queue: "fair" }),
     await submit({ kind: "priced" }),
   ];
+  const once = { json: { kind: "echo", queue: "small" }, with: { "idempotency-key": "once" } };
+  const full = await api.call("post", "/jobs", once);
+  assertEquals([full.status, full.headers.get("retry-after")], [429, "30"]);
   assertEquals(
     replies.map(({ status, body, headers }) => [status, body.detail, headers.get("retry-after")]),
     [
@@ -282,7 +294,7 @@ test("over a limit the answer says which, and when to come back", async (sql, ur
   await deposit(sql, "ada", 5);
   assertEquals((await submit({ kind: "priced" })).status, 201);
   const { status, body, headers } = await submit({});
-  assertEquals([status, body.detail], [429, "submitted jobs: more than 4 in 60 s"]);
+  assertEquals([status, body.detail], [429, "submitted jobs: more than 5 in 60 s"]);
   assert(Number(headers.get("retry-after")) > 0 && Number(headers.get("retry-after")) <= 60);
   const bob = api.as(await keyOf(sql, "bob"));
   assertEquals((await bob.call("post", "/jobs", { json: { kind: "echo" } })).status, 201);

@@ -115,6 +115,7 @@ test("a tool's errors name the field and the rule, as the API's do", async (_, u
     ["submit_job", { kind: "sing" }, "kind: it must be one of "],
     ["submit_job", { kind: "number", payload: "x" }, "payload: "],
     ["submit_job", { kind: "echo", colour: 1 }, "colour: there is no such field"],
+    ["submit_job", { kind: "echo", idempotency_key: "a\0" }, "Idempotency-Key: it contains a NUL"],
     ["submit_job", { kind: "echo", queue: "nowhere" }, "queue: "],
     ["submit_job", { kind: "echo", files: [{ name: "a", base64: "*" }] }, "files.0.base64: "],
     ["list_jobs", { limit: 1000 }, "limit: "],

@@ -1,7 +1,7 @@
 /** Submitting a job, as the API, the pages and MCP do it: checked, limited, once per Idempotency-Key. */
 import { z } from "zod";
 import { schema, type Sql, unstorable } from "../db.ts";
-import { enqueue, EnqueueError, type NewJob, Refused, refusing } from "../queue.ts";
+import { enqueue, enqueueError, list, type NewJob, Refused } from "../queue.ts";
 import { traceParent } from "../tracing.ts";
 import { spend } from "./auth.ts";
 import { Problem, unfit } from "./problem.ts";
@@ -66,9 +66,12 @@ export async function submit(
   }
   assertFits(site, kind, payload);
   if (rest.queue === WEBHOOKS) throw refused("queue", "it is Siding's own", WEBHOOKS);
-  if (idempotencyKey !== undefined && (idempotencyKey.length < 1 || idempotencyKey.length > 200)) {
-    throw refused("Idempotency-Key", "it must be 1 to 200 characters long", idempotencyKey);
-  }
+  const keyRule = idempotencyKey === undefined
+    ? null
+    : idempotencyKey.length < 1 || idempotencyKey.length > 200
+    ? "it must be 1 to 200 characters long"
+    : unstorable(idempotencyKey, "it");
+  if (keyRule) throw refused("Idempotency-Key", keyRule, idempotencyKey);
   await spend(site.limits.submit, limitKey(who), SUBMITTED);
   const job: NewJob = {
     ...rest,
@@ -101,9 +104,11 @@ export async function submit(
 /** A refusal of the database's that is a mistake in the request, with the field that it is in. */
 function naming(error: Refused, job: NewJob): unknown {
   if (/^SD(402|409|429)/.test(error.code)) return error;
-  const rule = error.message.replace(/^(job 1: |jobs\[0\]\.)/, "");
+  const rule = error.message.replace(/^job 1: |jobs\[0\]\./, "");
   if (error.code === "SD404") return refused("queue", rule, job.queue);
-  return refused(/^[\w.[\]-]+/.exec(rule)?.[0] ?? "body", rule);
+  // The one text that Postgres itself reads is an instant.
+  if (/^2200[789]$/.test(error.code)) return refused("due_at", rule, String(job.due_at));
+  return refused(/^(?:a key of )?([\w.[\]-]+)/.exec(rule)?.[1] ?? "body", rule);
 }
 
 function refused(field: string, rule: string, value?: string | number): Problem {
@@ -145,12 +150,11 @@ async function submitOnce(
   job: NewJob,
 ): Promise<Submitted> {
   try {
-    const [row] = await refusing(sql<Submitted[]>`
+    const [row] = await list(sql<Submitted[]>`
       select id::text, created, replayed from ${sql(schema)}.submit(${submitter}, ${key},
         sha256(convert_to(${print}, 'UTF8')), ${JSON.stringify([job])}::text::jsonb)`);
     return row;
   } catch (error) {
-    const bad = unstorable([job], "jobs");
-    throw bad ? new EnqueueError(bad, "SD422") : error;
+    throw enqueueError(error, [job]);
   }
 }
