@@ -24,7 +24,7 @@ import { Problem, problemOf, unfit } from "./problem.ts";
 import { JobQuery } from "./shapes.ts";
 import type { App, Env, Site, Who } from "./site.ts";
 import { limitKey, Submission, submit, SUBMITTED } from "./submit.ts";
-import { discard, MAX_FILES, type Upload } from "./uploads.ts";
+import { discard, MAX_FILES, readJson, type Upload } from "./uploads.ts";
 
 /** A request, with the files that are in it. Larger ones are uploaded by the API. */
 const MAX_REQUEST_BYTES = 8_000_000;
@@ -63,15 +63,15 @@ export function mcp(site: Site): App {
   app.all("/", async (c) => {
     // The other methods are for sessions, which there are none of.
     if (c.req.method !== "POST") throw new Problem(405, "/mcp takes POST alone");
+    const parsedBody = await readJson(c.req.raw, MAX_REQUEST_BYTES);
     const server = serverFor(site, c.get("who"));
     const transport = new WebStandardStreamableHTTPServerTransport({
       sessionIdGenerator: undefined,
       enableJsonResponse: true,
-      maxRequestBodySize: MAX_REQUEST_BYTES,
     });
     await server.connect(transport);
     try {
-      return await transport.handleRequest(c.req.raw);
+      return await transport.handleRequest(c.req.raw, { parsedBody });
     } finally {
       await server.close();
     }

@@ -19,6 +19,8 @@ export const MAX_FILES = 20;
 const MAX_FIELDS = 50;
 /** Forms that are read at a time; each takes a few MB of memory. */
 const MAX_UPLOADS = 32;
+/** Bytes of JSON bodies that are on their way in, of all requests together: they are held whole. */
+const MAX_HELD_BYTES = 64_000_000;
 const BUSY_RETRY_S = 5;
 /** A client that sends nothing for so long has gone. */
 const IDLE_MS = 60_000;
@@ -41,20 +43,37 @@ const invalid = (field: string, rule: string, value?: string, status = 422) =>
     errors: [{ field, ...(value !== undefined && { value: value.slice(0, 100) }), rule }],
   });
 
-/** Reads a JSON body. @throws Problem 400, 413 */
-export async function readJson(request: Request): Promise<unknown> {
+let heldBytes = 0;
+
+/** Reads a JSON body. @throws Problem 400, 408, 413, 503 */
+export async function readJson(
+  request: Request,
+  maxBytes = MAX_JSON_BYTES,
+  idleMs = IDLE_MS,
+): Promise<unknown> {
   const pieces: Uint8Array[] = [];
+  const stop = new AbortController();
   let bytes = 0;
-  for await (const piece of request.body ?? []) {
-    bytes += piece.length;
-    if (bytes > MAX_JSON_BYTES) {
-      throw new Problem(
-        413,
-        `the body is larger than ${MAX_JSON_BYTES} bytes; a file may be larger`,
-      );
+  try {
+    for await (const piece of piecesOf(request, stop, idleMs)) {
+      bytes += piece.length;
+      heldBytes += piece.length;
+      if (bytes > maxBytes) {
+        stop.abort(
+          new Problem(413, `the body is larger than ${maxBytes} bytes; a file may be larger`),
+        );
+      } else if (heldBytes > MAX_HELD_BYTES) {
+        const retryAfterS = BUSY_RETRY_S;
+        stop.abort(new Problem(503, "too much is being submitted at the moment", { retryAfterS }));
+      }
+      pieces.push(piece);
     }
-    pieces.push(piece);
+  } catch (error) {
+    if (!stop.signal.aborted) throw brokenOff("body", error);
+  } finally {
+    heldBytes -= bytes;
   }
+  stop.signal.throwIfAborted();
   try {
     const whole = new Uint8Array(await new Blob(pieces as Uint8Array<ArrayBuffer>[]).arrayBuffer());
     return JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(whole));
@@ -162,13 +181,13 @@ async function parse(
     .catch((error) => broken = error);
   await stored;
   if (stop.signal.aborted) throw stop.signal.reason;
-  if (broken) throw brokenOff(broken);
+  if (broken) throw brokenOff("form", broken);
   if (files.length === 0) await check(Object.fromEntries(fields));
   return Object.fromEntries(fields);
 }
 
-const brokenOff = (error: unknown) =>
-  new Problem(400, `the form broke off, or is none: ${(error as Error).message}`);
+const brokenOff = (what: "body" | "form", error: unknown) =>
+  new Problem(400, `the ${what} broke off, or is none: ${(error as Error).message}`);
 
 function parserOf(request: Request): busboy.Busboy {
   try {
@@ -183,12 +202,16 @@ function parserOf(request: Request): busboy.Busboy {
 }
 
 /** The body, until it ends or `stop` is aborted, which is done too when nothing comes any more. */
-async function* piecesOf(request: Request, stop: AbortController): AsyncGenerator<Uint8Array> {
+async function* piecesOf(
+  request: Request,
+  stop: AbortController,
+  idleMs = IDLE_MS,
+): AsyncGenerator<Uint8Array> {
   const reader = request.body?.getReader();
   stop.signal.addEventListener("abort", () => reader?.cancel().catch(() => {}));
   while (reader) {
-    const late = () => stop.abort(new Problem(408, `nothing came for ${IDLE_MS / 1000} s`));
-    const timer = setTimeout(late, IDLE_MS);
+    const late = () => stop.abort(new Problem(408, `nothing came for ${idleMs / 1000} s`));
+    const timer = setTimeout(late, idleMs);
     const { done, value } = await reader.read().finally(() => clearTimeout(timer));
     if (done) return;
     yield value;
@@ -204,7 +227,7 @@ async function store(site: Site, content: Readable, filename: string): Promise<U
         yield piece as Uint8Array;
       }
     } catch (error) {
-      throw brokenOff(error);
+      throw brokenOff("form", error);
     }
   })());
   const { id, name } = await writeFile(site.files, filename, hashed, site.settings.maxFileBytes);

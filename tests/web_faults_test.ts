@@ -1,0 +1,78 @@
+/** The site with a database that does not answer, and with clients that mean it no good. */
+import { assert, assertEquals, assertRejects } from "@std/assert";
+import { startProxy } from "../dev/proxy.ts";
+import { Problem } from "../web/problem.ts";
+import { readJson } from "../web/uploads.ts";
+import { databaseTest as test, waitFor } from "./database.ts";
+import { keyOf, type RunningSite, startSite } from "./site.ts";
+
+test("while the database is silent every request is answered in time", async (_, url) => {
+  await using proxy = startProxy(url);
+  await using site = await startSite(proxy.url, ["--statement-limit-ms", "500"]);
+  const statusOf = async () => {
+    const response = await site.ask("/api/jobs");
+    await response.body?.cancel();
+    return response.status;
+  };
+  assertEquals(await statusOf(), 200);
+  proxy.silence();
+  const startedMs = performance.now();
+  const answers = await Promise.all(Array.from({ length: 100 }, statusOf));
+  assertEquals(new Set(answers), new Set([503]));
+  const tookMs = performance.now() - startedMs;
+  assert(tookMs < 6000, `they took ${tookMs} ms`); // in turns of four it would be 12,500
+  proxy.mend();
+  await waitFor(async () => await statusOf() === 200, "the site to serve again");
+});
+
+/** Begins a request with a JSON body, of which only a part is sent. */
+async function partOfRequest(site: RunningSite, path: string, key: string, bytes: number) {
+  const { hostname, port } = new URL(site.address);
+  const client = await Deno.connect({ hostname, port: Number(port) });
+  const body = `{"kind": "echo", "payload": "`.padEnd(bytes, "x");
+  const text = `POST ${path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ${key}\r\n` +
+    `Accept: application/json, text/event-stream\r\nContent-Type: application/json\r\n` +
+    `Content-Length: ${bytes + 1}\r\n\r\n${body}`;
+  const left = new TextEncoder().encode(text);
+  for (let at = 0; at < left.length;) at += await client.write(left.subarray(at));
+  return client;
+}
+
+test(
+  "bodies that never end take a bounded memory, and leave no trace once they are gone",
+  async (sql, url) => {
+    await using site = await startSite(url);
+    const key = await keyOf(sql, "ada");
+    const clients: Deno.Conn[] = [];
+    const answers: string[] = [];
+    const hear = async (client: Deno.Conn) => {
+      const buffer = new Uint8Array(1000);
+      const n = await client.read(buffer).catch(() => null);
+      if (n) answers.push(new TextDecoder().decode(buffer.subarray(0, n)).split("\r\n")[0]);
+    };
+    const heard = [];
+    for (let i = 0; i < 60; i++) {
+      const client = await partOfRequest(site, i % 2 ? "/mcp" : "/api/jobs", key, 1_150_000);
+      clients.push(client);
+      heard.push(hear(client));
+    }
+    // 64 MB are 55 of them.
+    await waitFor(() => answers.length >= 5, "it to have enough");
+    assertEquals(new Set(answers), new Set(["HTTP/1.1 503 Service Unavailable"]));
+    const json = { "content-type": "application/json" };
+    const init = { method: "POST", headers: json, body: '{"kind": "echo"}' };
+    const small = await site.ask("/api/jobs", init);
+    await small.body?.cancel();
+    assertEquals(small.status, 201);
+    for (const client of clients) client.close();
+    await Promise.all(heard);
+    assertEquals(/\[ERR\].*/.exec(site.log())?.[0], undefined);
+  },
+);
+
+Deno.test("a client that sends nothing more of its JSON is told so", async () => {
+  const body = new ReadableStream({ start: (it) => it.enqueue(new TextEncoder().encode("{")) });
+  const request = new Request("http://localhost", { method: "POST", body });
+  const error = await assertRejects(() => readJson(request, 100, 20), Problem);
+  assertEquals([error.status, error.message], [408, "nothing came for 0.02 s"]);
+});
