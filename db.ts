@@ -74,7 +74,7 @@ export class StatementTimeout extends Error {
 export class Database implements Via {
   #pool: Pool;
   #free: number;
-  readonly #waiting: (() => void)[] = [];
+  readonly #waiting = new Set<() => void>();
   readonly #open: () => Pool;
 
   constructor(url: string, options: ConnectOptions & { max: number }, readonly limitMs = 20_000) {
@@ -88,10 +88,11 @@ export class Database implements Via {
 
   /**
    * Runs `f`, which sends a statement or a few one after the other, with the pool of the moment.
-   * The limit counts from when a connection is free for it.
+   * The limit counts from when a connection is free for it, for which it waits as long at the most:
+   * callers that keep coming while the database is frozen would be ever more, and none is answered.
    */
   async run<T>(f: (sql: Pool) => Promise<T>, limitMs = this.limitMs): Promise<T> {
-    if (this.#free === 0) await new Promise<void>((resolve) => this.#waiting.push(resolve));
+    if (this.#free === 0) await this.#turn(limitMs);
     else this.#free--;
     const pool = this.#pool;
     let timer: ReturnType<typeof setTimeout> | undefined;
@@ -109,10 +110,26 @@ export class Database implements Via {
       throw error;
     } finally {
       clearTimeout(timer);
-      const next = this.#waiting.shift();
+      const [next] = this.#waiting;
       if (next) next();
       else this.#free++;
     }
+  }
+
+  /** Waits until another call hands on its connection, first come first served. */
+  async #turn(limitMs: number): Promise<void> {
+    await new Promise<void>((resolve, reject) => {
+      const next = () => {
+        this.#waiting.delete(next);
+        clearTimeout(timer);
+        resolve();
+      };
+      const timer = setTimeout(() => {
+        this.#waiting.delete(next);
+        reject(new StatementTimeout(`no connection to the database was free for ${limitMs} ms`));
+      }, limitMs);
+      this.#waiting.add(next);
+    });
   }
 
   #discard(pool: Pool, graceS: number): void {
