@@ -76,3 +76,47 @@ Deno.test("a client that sends nothing more of its JSON is told so", async () =>
   const error = await assertRejects(() => readJson(request, 100, 20), Problem);
   assertEquals([error.status, error.message], [408, "nothing came for 0.02 s"]);
 });
+
+test("one who sends many forms slowly keeps nobody else from sending one", async (sql, url) => {
+  await using site = await startSite(url);
+  const [ada, bob] = [await keyOf(sql, "ada"), await keyOf(sql, "bob")];
+  const slow: AbortController[] = [];
+  const answers: Promise<number | null>[] = [];
+  for (let i = 0; i < 34; i++) {
+    const stop = new AbortController();
+    slow.push(stop);
+    const part = '--b\r\nContent-Disposition: form-data; name="kind"\r\n\r\nec';
+    const body = new ReadableStream({ start: (it) => it.enqueue(new TextEncoder().encode(part)) });
+    const headers = { "content-type": "multipart/form-data; boundary=b" };
+    const init = { method: "POST", headers, body, signal: stop.signal, token: ada };
+    answers.push(
+      site.ask("/api/jobs", init).then(async (response) => {
+        await response.body?.cancel();
+        return response.status;
+      }, () => null),
+    );
+  }
+  await Promise.any(answers); // there are too many
+  const form = new FormData();
+  form.append("kind", "echo");
+  const response = await site.ask("/api/jobs", { method: "POST", body: form, token: bob });
+  await response.body?.cancel();
+  assertEquals(response.status, 201);
+  for (const stop of slow) stop.abort();
+  const statuses = await Promise.all(answers);
+  assertEquals(statuses.filter((status) => status === 429).length, 34 - 16);
+});
+
+test("malformed submissions count as submissions", async (_, url) => {
+  await using site = await startSite(url, ["--submits-per-minute", "2"]);
+  const submit = async (body: string) => {
+    const headers = { "content-type": "application/json" };
+    const response = await site.ask("/api/jobs", { method: "POST", headers, body });
+    await response.body?.cancel();
+    return response.status;
+  };
+  const bodies = ['{"kind": "sing"}', "[]", '{"kind": "echo"}'];
+  const statuses = [];
+  for (const body of bodies) statuses.push(await submit(body));
+  assertEquals(statuses, [422, 422, 429]);
+});

@@ -164,9 +164,11 @@ async function submitted(site: Site, c: Context<Env>): Promise<Response> {
       }": it must be application/json, or with files multipart/form-data`,
     );
   }
-  // Said before a file is sent in vain; it is spent when the job is submitted.
+  // Said before a file is sent in vain; it is spent once that is read.
   await assertLeft(site.limits.submit, limitKey(who), SUBMITTED);
-  const { fields, files } = isForm ? await readForm(site, c.req.raw) : { fields: null, files: [] };
+  const { fields, files } = isForm
+    ? await readForm(site, c.req.raw, limitKey(who))
+    : { fields: null, files: [] };
   let created = false;
   try {
     const body = fields ? jobOfForm(fields) : await readJson(c.req.raw);

@@ -52,6 +52,8 @@ export async function submit(
   files: readonly { id: string; sha256: string; name: string }[] = [],
   idempotencyKey?: string,
 ): Promise<Submitted> {
+  // First: what is malformed came with as many bytes, and would be free.
+  await spend(site.limits.submit, limitKey(who), SUBMITTED);
   const parsed = Submission.safeParse(body);
   if (!parsed.success) throw unfit(parsed.error, body);
   const { kind, payload = {}, owner, priority, ...rest } = parsed.data;
@@ -72,7 +74,6 @@ export async function submit(
     ? "it must be 1 to 200 characters long"
     : unstorable(idempotencyKey, "it");
   if (keyRule) throw refused("Idempotency-Key", keyRule, idempotencyKey);
-  await spend(site.limits.submit, limitKey(who), SUBMITTED);
   const job: NewJob = {
     ...rest,
     kind,

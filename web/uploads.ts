@@ -19,6 +19,8 @@ export const MAX_FILES = 20;
 const MAX_FIELDS = 50;
 /** Forms that are read at a time; each takes a few MB of memory. */
 const MAX_UPLOADS = 32;
+/** Of these, with one key: who sends slowly must not keep everybody else from sending. */
+const MAX_UPLOADS_OF_ONE = 16;
 /** Bytes of JSON bodies that are on their way in, of all requests together: they are held whole. */
 const MAX_HELD_BYTES = 64_000_000;
 const BUSY_RETRY_S = 5;
@@ -98,7 +100,8 @@ export function jobOfForm(fields: Record<string, string>): Record<string, unknow
   return job;
 }
 
-let forms = 0;
+/** By whom each form that is under way is sent. */
+const senders: string[] = [];
 
 /** Throws when the fields before the first file say that no file is to be stored. */
 type Check = (fields: Form["fields"]) => Promise<void>;
@@ -107,15 +110,17 @@ type Check = (fields: Form["fields"]) => Promise<void>;
  * Reads a form of multipart/form-data; its files, in the field `file`, are stored as they come, once
  * `check` let them.
  *
- * @throws Problem 400, 408, 413, 422, 503; then nothing of it is kept
+ * @param sender whose forms are counted together
+ * @throws Problem 400, 408, 413, 422, 429, 503; then nothing of it is kept
  */
-export async function readForm(site: Site, request: Request, check?: Check): Promise<Form> {
-  if (forms >= MAX_UPLOADS) {
-    throw new Problem(503, `${MAX_UPLOADS} uploads are under way, as many as there may be`, {
-      retryAfterS: BUSY_RETRY_S,
-    });
-  }
-  forms++;
+export async function readForm(
+  site: Site,
+  request: Request,
+  sender = "admin",
+  check?: Check,
+): Promise<Form> {
+  assertRoom(sender);
+  senders.push(sender);
   const files: Upload[] = [];
   try {
     return { fields: await parse(site, request, files, check), files };
@@ -123,7 +128,17 @@ export async function readForm(site: Site, request: Request, check?: Check): Pro
     await discard(site, files);
     throw error;
   } finally {
-    forms--;
+    senders.splice(senders.indexOf(sender), 1);
+  }
+}
+
+function assertRoom(sender: string): void {
+  const busy = { retryAfterS: BUSY_RETRY_S };
+  if (senders.filter((other) => other === sender).length >= MAX_UPLOADS_OF_ONE) {
+    throw new Problem(429, `uploads: more than ${MAX_UPLOADS_OF_ONE} at a time`, busy);
+  }
+  if (senders.length >= MAX_UPLOADS) {
+    throw new Problem(503, `${MAX_UPLOADS} uploads are under way, as many as there may be`, busy);
   }
 }
 

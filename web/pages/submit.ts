@@ -5,7 +5,7 @@ import type { Kind } from "../../jobs/kind.ts";
 import { assertCsrf } from "../auth.ts";
 import { Problem, problemOf } from "../problem.ts";
 import type { Env, Site } from "../site.ts";
-import { submit } from "../submit.ts";
+import { limitKey, submit } from "../submit.ts";
 import { discard, type Form, readForm } from "../uploads.ts";
 import { inputs, payloadOf } from "./fields.ts";
 import { wholeNumber } from "./forms.ts";
@@ -25,7 +25,7 @@ export function submitting(site: Site): Hono<Env> {
       if (!type.startsWith("multipart/form-data")) {
         throw new Problem(415, "a form is expected, as multipart/form-data");
       }
-      const form = await readForm(site, c.req.raw, async (fields) => {
+      const form = await readForm(site, c.req.raw, limitKey(c.get("who")), async (fields) => {
         Object.assign(given, fields);
         await assertCsrf(c, fields.csrf);
       });
