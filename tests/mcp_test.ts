@@ -129,6 +129,16 @@ test("a tool's errors name the field and the rule, as the API's do", async (_, u
     assert(error && answer.includes(message), `${tool} ${JSON.stringify(input)}: ${answer}`);
   }
   await assertRejects(() => admin.call("drop_table"), Error, "there is no tool drop_table");
+  const body = JSON.stringify([{ jsonrpc: "2.0", id: 1, method: "tools/list" }]);
+  const headers = {
+    "content-type": "application/json",
+    accept: "application/json, text/event-stream",
+  };
+  const batch = await site.ask("/mcp", { method: "POST", headers, body });
+  assertEquals([batch.status, (await batch.json()).detail], [
+    400,
+    "/mcp takes one message at a time",
+  ]);
   const get = await site.ask("/mcp");
   assertEquals([get.status, (await get.json()).detail], [405, "/mcp takes POST alone"]);
 });

@@ -64,6 +64,9 @@ export function mcp(site: Site): App {
     // The other methods are for sessions, which there are none of.
     if (c.req.method !== "POST") throw new Problem(405, "/mcp takes POST alone");
     const parsedBody = await readJson(c.req.raw, MAX_REQUEST_BYTES);
+    // The protocol has no batches any more, and the answers of one are held until the last is there:
+    // 100 lists of jobs that failed were 170 MB.
+    if (Array.isArray(parsedBody)) throw new Problem(400, "/mcp takes one message at a time");
     const server = serverFor(site, c.get("who"));
     const transport = new WebStandardStreamableHTTPServerTransport({
       sessionIdGenerator: undefined,
