@@ -2,7 +2,7 @@
 import { assert, assertEquals, assertRejects } from "@std/assert";
 import { startProxy } from "../dev/proxy.ts";
 import { Problem } from "../web/problem.ts";
-import { readJson } from "../web/uploads.ts";
+import { withJson } from "../web/uploads.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
 import { keyOf, type RunningSite, startSite } from "./site.ts";
 
@@ -73,7 +73,10 @@ test(
 Deno.test("a client that sends nothing more of its JSON is told so", async () => {
   const body = new ReadableStream({ start: (it) => it.enqueue(new TextEncoder().encode("{")) });
   const request = new Request("http://localhost", { method: "POST", body });
-  const error = await assertRejects(() => readJson(request, 100, 20), Problem);
+  const error = await assertRejects(
+    () => withJson(request, (it) => Promise.resolve(it), 100, 20),
+    Problem,
+  );
   assertEquals([error.status, error.message], [408, "nothing came for 0.02 s"]);
 });
 
@@ -119,4 +122,21 @@ test("malformed submissions count as submissions", async (_, url) => {
   const statuses = [];
   for (const body of bodies) statuses.push(await submit(body));
   assertEquals(statuses, [422, 422, 429]);
+});
+
+test("large submissions take a bounded memory, however many come at once", async (_, url) => {
+  await using site = await startSite(url, ["--connections", "2"]);
+  const payload = "x".repeat(1_000_000);
+  const body = JSON.stringify({ kind: "echo", delay_s: 1000, payload });
+  const headers = { "content-type": "application/json" };
+  const answers = await Promise.all(Array.from({ length: 150 }, async () => {
+    const response = await site.ask("/api/jobs", { method: "POST", headers, body });
+    await response.body?.cancel();
+    return response.status;
+  }));
+  assertEquals(new Set(answers), new Set([201, 503]));
+  const peakMb = Number(
+    /VmHWM:\s+(\d+) kB/.exec(Deno.readTextFileSync(`/proc/${site.pid}/status`))![1],
+  ) / 1024;
+  console.log(`      the site's peak was ${Math.round(peakMb)} MB`);
 });

@@ -13,7 +13,7 @@ import { Problem, unfit } from "./problem.ts";
 import * as shapes from "./shapes.ts";
 import type { App, Env, Site } from "./site.ts";
 import { limitKey, submit, SUBMITTED } from "./submit.ts";
-import { discard, jobOfForm, readForm, readJson } from "./uploads.ts";
+import { discard, jobOfForm, readForm, withJson } from "./uploads.ts";
 
 const json = <T extends z.ZodType>(schema: T, description: string) => ({
   description,
@@ -170,11 +170,13 @@ async function submitted(site: Site, c: Context<Env>): Promise<Response> {
     ? await readForm(site, c.req.raw, limitKey(who))
     : { fields: null, files: [] };
   let created = false;
-  try {
-    const body = fields ? jobOfForm(fields) : await readJson(c.req.raw);
+  const enter = async (body: unknown) => {
     const entry = await submit(site, who, body, files, key);
     created = entry.created;
     return c.json(entry, created ? 201 : 200, { location: `/api/jobs/${entry.id}` });
+  };
+  try {
+    return await (fields ? enter(jobOfForm(fields)) : withJson(c.req.raw, enter));
   } finally {
     if (!created) await discard(site, files);
   }

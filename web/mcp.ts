@@ -24,7 +24,7 @@ import { Problem, problemOf, unfit } from "./problem.ts";
 import { JobQuery } from "./shapes.ts";
 import type { App, Env, Site, Who } from "./site.ts";
 import { limitKey, Submission, submit, SUBMITTED } from "./submit.ts";
-import { discard, MAX_FILES, readJson, type Upload } from "./uploads.ts";
+import { discard, MAX_FILES, type Upload, withJson } from "./uploads.ts";
 
 /** A request, with the files that are in it. Larger ones are uploaded by the API. */
 const MAX_REQUEST_BYTES = 8_000_000;
@@ -63,23 +63,27 @@ export function mcp(site: Site): App {
   app.all("/", async (c) => {
     // The other methods are for sessions, which there are none of.
     if (c.req.method !== "POST") throw new Problem(405, "/mcp takes POST alone");
-    const parsedBody = await readJson(c.req.raw, MAX_REQUEST_BYTES);
-    // The protocol has no batches any more, and the answers of one are held until the last is there:
-    // 100 lists of jobs that failed were 170 MB.
-    if (Array.isArray(parsedBody)) throw new Problem(400, "/mcp takes one message at a time");
-    const server = serverFor(site, c.get("who"));
-    const transport = new WebStandardStreamableHTTPServerTransport({
-      sessionIdGenerator: undefined,
-      enableJsonResponse: true,
-    });
-    await server.connect(transport);
-    try {
-      return await transport.handleRequest(c.req.raw, { parsedBody });
-    } finally {
-      await server.close();
-    }
+    return await withJson(c.req.raw, async (message) => {
+      // The protocol has no batches any more, and the answers of one are held until the last is there:
+      // 100 lists of jobs that failed were 170 MB.
+      if (Array.isArray(message)) throw new Problem(400, "/mcp takes one message at a time");
+      return await answered(serverFor(site, c.get("who")), c.req.raw, message);
+    }, MAX_REQUEST_BYTES);
   });
   return app;
+}
+
+async function answered(server: Server, request: Request, message: unknown): Promise<Response> {
+  const transport = new WebStandardStreamableHTTPServerTransport({
+    sessionIdGenerator: undefined,
+    enableJsonResponse: true,
+  });
+  await server.connect(transport);
+  try {
+    return await transport.handleRequest(request, { parsedBody: message });
+  } finally {
+    await server.close();
+  }
 }
 
 function serverFor(site: Site, who: Who): Server {

@@ -21,7 +21,7 @@ const MAX_FIELDS = 50;
 const MAX_UPLOADS = 32;
 /** Of these, with one key: who sends slowly must not keep everybody else from sending. */
 const MAX_UPLOADS_OF_ONE = 16;
-/** Bytes of JSON bodies that are on their way in, of all requests together: they are held whole. */
+/** Bytes of JSON bodies that are being read or used, of all requests; they take three times that. */
 const MAX_HELD_BYTES = 64_000_000;
 const BUSY_RETRY_S = 5;
 /** A client that sends nothing for so long has gone. */
@@ -47,12 +47,17 @@ const invalid = (field: string, rule: string, value?: string, status = 422) =>
 
 let heldBytes = 0;
 
-/** Reads a JSON body. @throws Problem 400, 408, 413, 503 */
-export async function readJson(
+/**
+ * Reads a JSON body for `use`, until the end of which it counts as held.
+ *
+ * @throws Problem 400, 408, 413, 503
+ */
+export async function withJson<T>(
   request: Request,
+  use: (body: unknown) => Promise<T>,
   maxBytes = MAX_JSON_BYTES,
   idleMs = IDLE_MS,
-): Promise<unknown> {
+): Promise<T> {
   const pieces: Uint8Array[] = [];
   const stop = new AbortController();
   let bytes = 0;
@@ -61,21 +66,22 @@ export async function readJson(
       bytes += piece.length;
       heldBytes += piece.length;
       if (bytes > maxBytes) {
-        stop.abort(
-          new Problem(413, `the body is larger than ${maxBytes} bytes; a file may be larger`),
-        );
+        const rule = `the body is larger than ${maxBytes} bytes; a file may be larger`;
+        stop.abort(new Problem(413, rule));
       } else if (heldBytes > MAX_HELD_BYTES) {
         const retryAfterS = BUSY_RETRY_S;
         stop.abort(new Problem(503, "too much is being submitted at the moment", { retryAfterS }));
       }
       pieces.push(piece);
     }
-  } catch (error) {
-    if (!stop.signal.aborted) throw brokenOff("body", error);
+    stop.signal.throwIfAborted();
+    return await use(await parsed(pieces));
   } finally {
     heldBytes -= bytes;
   }
-  stop.signal.throwIfAborted();
+}
+
+async function parsed(pieces: Uint8Array[]): Promise<unknown> {
   try {
     const whole = new Uint8Array(await new Blob(pieces as Uint8Array<ArrayBuffer>[]).arrayBuffer());
     return JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(whole));
@@ -196,13 +202,13 @@ async function parse(
     .catch((error) => broken = error);
   await stored;
   if (stop.signal.aborted) throw stop.signal.reason;
-  if (broken) throw brokenOff("form", broken);
+  if (broken) throw broken instanceof Problem ? broken : brokenOff(broken);
   if (files.length === 0) await check(Object.fromEntries(fields));
   return Object.fromEntries(fields);
 }
 
-const brokenOff = (what: "body" | "form", error: unknown) =>
-  new Problem(400, `the ${what} broke off, or is none: ${(error as Error).message}`);
+const brokenOff = (error: unknown) =>
+  new Problem(400, `the body broke off, or is no form: ${(error as Error).message}`);
 
 function parserOf(request: Request): busboy.Busboy {
   try {
@@ -227,7 +233,10 @@ async function* piecesOf(
   while (reader) {
     const late = () => stop.abort(new Problem(408, `nothing came for ${idleMs / 1000} s`));
     const timer = setTimeout(late, idleMs);
-    const { done, value } = await reader.read().finally(() => clearTimeout(timer));
+    const { done, value } = await reader.read().finally(() => clearTimeout(timer))
+      .catch((error) => {
+        throw brokenOff(error);
+      });
     if (done) return;
     yield value;
   }
@@ -242,7 +251,7 @@ async function store(site: Site, content: Readable, filename: string): Promise<U
         yield piece as Uint8Array;
       }
     } catch (error) {
-      throw brokenOff("form", error);
+      throw brokenOff(error);
     }
   })());
   const { id, name } = await writeFile(site.files, filename, hashed, site.settings.maxFileBytes);
