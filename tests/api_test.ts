@@ -188,6 +188,9 @@ test("what is malformed is refused with the field, the value and the rule", asyn
     ...json(more),
     with: { "idempotency-key": "once" },
   });
+  const type = "multipart/form-data; boundary=b";
+  const part = (headers: string) =>
+    `--b\r\nContent-Disposition: form-data${headers}\r\n\r\necho\r\n--b--\r\n`;
   const wrong: [Parameters<typeof api.call>[2], number, field: string, value?: unknown][] = [
     [{ json: {} }, 422, "kind"],
     [{ json: [] }, 422, "body"],
@@ -221,6 +224,8 @@ test("what is malformed is refused with the field, the value and the rule", asyn
     [{ odd: { body: "x", type: "multipart/form-data" } }, 400, "Content-Type"],
     [{ form: formOf({ kind: "echo", payload: "{" }) }, 422, "payload", "{"],
     [{ form: formOf({ kind: "echo", delay_s: "soon" }) }, 422, "delay_s", "soon"],
+    [{ odd: { body: part('; name="kind"\r\nContent-Type: a/b; charset=no'), type } }, 422, "kind"],
+    [{ odd: { body: part(""), type } }, 422, "form"],
     [{ form: formOf({ kind: "echo", csrf: "x" }) }, 422, "csrf"],
     [{ form: formOf({}, ["a", "x"]) }, 422, "kind"],
     [

@@ -168,7 +168,9 @@ async function parse(
   const stop = new AbortController();
   const fail = (error: unknown) => stop.abort(error);
   let left = MAX_JSON_BYTES;
-  parser.on("field", (name, value, { valueTruncated }) => {
+  parser.on("field", (name: string | undefined, value: string | undefined, { valueTruncated }) => {
+    if (name === undefined) return fail(invalid("form", "a part of it has no name"));
+    if (value === undefined) return fail(invalid(name.slice(0, 100), "its charset is unknown"));
     if (fields.has(name)) fail(invalid(name.slice(0, 100), "it is there twice"));
     left -= value.length;
     if (valueTruncated || left < 0) {
