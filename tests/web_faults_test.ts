@@ -1,5 +1,6 @@
 /** The site with a database that does not answer, and with clients that mean it no good. */
 import { assert, assertEquals, assertRejects } from "@std/assert";
+import { createHmac } from "node:crypto";
 import { startProxy } from "../dev/proxy.ts";
 import { Problem } from "../web/problem.ts";
 import { withJson } from "../web/uploads.ts";
@@ -140,4 +141,22 @@ test("large submissions take a bounded memory, however many come at once", async
     /VmHWM:\s+(\d+) kB/.exec(Deno.readTextFileSync(`/proc/${site.pid}/status`))![1],
   ) / 1024;
   console.log(`      the site's peak was ${Math.round(peakMb)} MB`);
+});
+
+test("a form's token is no session, though the same secret signs both", async (sql, url) => {
+  await using site = await startSite(url);
+  await keyOf(sql, "ada");
+  const secret = `a-session-secret-for-the-tests-only-01/${site.adminToken}`;
+  const statusOf = async (value: string) => {
+    const mac = createHmac("sha256", secret).update(value).digest("base64");
+    const cookie = `siding_session=${encodeURIComponent(`${value}.${mac}`)}`;
+    const response = await site.ask("/api/jobs", { token: null, headers: { cookie } });
+    await response.body?.cancel();
+    return response.status;
+  };
+  const expires = Math.floor(Date.now() / 1000) + 60;
+  assertEquals(await statusOf(`1.${expires}.a-b`), 200);
+  for (const value of [`csrf 1.${expires}.a-b`, `link ${expires}`, `1.${expires - 120}.a-b`]) {
+    assertEquals(await statusOf(value), 401, value);
+  }
 });
