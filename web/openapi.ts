@@ -56,7 +56,8 @@ export function submitRoute(site: Site) {
       },
       400: problem("The body is not what its Content-Type says"),
       402: problem("You have too few credits"),
-      408: problem("An upload stopped coming, or took longer than an hour"),
+      408: problem("Nothing more of the body came"),
+      409: problem("Its unique_key was taken and freed too often meanwhile"),
       413: problem("A file, or the JSON, is too large"),
       415: problem("The body is neither JSON nor a form with files"),
       422: problem("A field is malformed: errors says which, and the rule"),
@@ -92,17 +93,15 @@ function make(site: Site, app: App): Document {
     servers: [{ url: "/api" }],
     security: [{ key: [] }],
   });
-  const ours = (description: string) => ({
+  const always = (description: string) => ({
     description,
     content: { "application/problem+json": { schema: { $ref: "#/components/schemas/Problem" } } },
   });
-  const always = {
-    401: ours("There is no key of the API with the request, or one that is not good"),
-    503: ours("Not just now: see Retry-After"),
-  };
+  const unknown = always("There is no key of the API with the request, or one that is not good");
+  const away = always("The database cannot be reached, or too much is under way: see Retry-After");
   for (const path of Object.values(document.paths!)) {
     for (const operation of [path.get, path.post]) {
-      if (operation) operation.responses = { ...operation.responses, ...always };
+      if (operation) operation.responses = { 503: away, ...operation.responses, 401: unknown };
     }
   }
   for (const [kind, schema] of Object.entries(payloadSchemas(site))) {
