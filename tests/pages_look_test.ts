@@ -93,7 +93,8 @@ browserTest(
       for (const width of [1280, 390]) {
         const options = { colorScheme, viewport: { width, height: 800 } };
         const look = async (page: Page, name: string) => {
-          await page.locator("[data-chart]:not(:has(canvas))").waitFor({ state: "detached" });
+          const blank = page.locator("[data-chart]:not(:has(canvas))");
+          await waitFor(async () => await blank.count() === 0, "the charts to be drawn");
           await page.screenshot({
             path: `${folder}/${name}-${colorScheme}-${width}.png`,
             fullPage: true,
