@@ -8,8 +8,16 @@ export function spawnScript(
   flags: readonly string[] = [],
   env: Record<string, string> = {},
 ): Deno.ChildProcess {
+  const small = name === "web.ts" ? ["--v8-flags=--optimize-for-size"] : []; // see web.ts
   return new Deno.Command(Deno.execPath(), {
-    args: ["run", "-A", "--quiet", fileURLToPath(new URL(name, import.meta.url)), ...flags],
+    args: [
+      "run",
+      "-A",
+      "--quiet",
+      ...small,
+      fileURLToPath(new URL(name, import.meta.url)),
+      ...flags,
+    ],
     env: { SIDING_END_WITH_PARENT: String(Deno.pid), ...env },
     ...{ stdin: "null", stdout: "inherit", stderr: "inherit", detached: true },
   }).spawn();

@@ -1,4 +1,4 @@
-#!/usr/bin/env -S deno run -A
+#!/usr/bin/env -S deno run -A --v8-flags=--optimize-for-size
 /**
  * The site: what people and their programs see of the queue. It only mounts the parts in web/, and
  * never takes a job.
@@ -10,6 +10,9 @@
  *     /api         the API, described by /api/openapi.json; /mcp the same for agents
  *     /health      this process and its database; /health/service: whether jobs get done
  *     /metrics     for Prometheus
+ *
+ * It is started with --v8-flags=--optimize-for-size: at 200 submits a second it grew by 3 MiB in a
+ * minute with that and by 71 without, garbage that V8 leaves for long; the latencies were the same.
  *
  * Reads and writes: the queue's tables (DATABASE_URL). Any number may run; the leader tells people
  * when the service is unwell (ALERT_WEBHOOK_URL).

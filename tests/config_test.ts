@@ -120,8 +120,11 @@ Deno.test("a process whose parent is gone before it could look ends all the same
   assertEquals(code, 0);
 });
 
-const scripts = ["worker.ts", "recover.ts", "migrate.ts", "dev.ts", "schema_check.ts"];
-const tools = ["enqueue", "simulate", "stats", "chaos"].map((name) => `tools/${name}.ts`);
+const scripts = ["worker", "controller", "web", "recover", "migrate", "dev", "schema_check"]
+  .map((name) => `${name}.ts`);
+const tools = ["enqueue", "key", "simulate", "stats", "chaos", "bench"].map((name) =>
+  `tools/${name}.ts`
+);
 for (const script of [...scripts, ...tools]) {
   Deno.test(`${script} answers --help with an example and --version, and refuses unknown flags with 2`, async () => {
     const run = async (...args: string[]) => {
