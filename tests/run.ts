@@ -25,7 +25,6 @@ const SERVER_DEPENDENT = [
   "files_test.ts",
   "migrate_test.ts",
   "queue_test.ts",
-  "worker_test.ts",
 ];
 
 /** How the report joins the name of a step to that of its test. */
