@@ -5,7 +5,6 @@ import type { z } from "zod";
 import * as config from "../config.ts";
 import { cut, describe, isTransient } from "../db.ts";
 import { FileSwept, FileTooLarge } from "../files.ts";
-import { PayloadError } from "../jobs/kind.ts";
 import { EnqueueError, Refused } from "../queue.ts";
 
 const log = config.logger("web");
@@ -57,13 +56,6 @@ export function problemOf(error: unknown): Problem {
   if (error instanceof Problem) return error;
   if (error instanceof HTTPException) {
     return new Problem(error.status, error.message || titles[error.status] || "failed");
-  }
-  if (error instanceof PayloadError) {
-    const errors = error.message.split("; ").map((part) => {
-      const [field, ...rule] = part.split(": ");
-      return rule.length ? { field, rule: rule.join(": ") } : { field: "kind", rule: part };
-    });
-    return new Problem(422, error.message, { errors });
   }
   if (error instanceof EnqueueError) {
     // A queue or a file that is not there is a mistake in the request, which is there.
