@@ -167,8 +167,15 @@ export function isTransient(error: unknown): boolean {
 /**
  * Repeats statements that the connection or the server failed, with growing pauses, for at most
  * `limitMs` or until `signal` is aborted.
+ *
+ * @param again which errors another try may not meet
  */
-export function patient(db: Via, signal: AbortSignal, limitMs = 600_000): Via {
+export function patient(
+  db: Via,
+  signal: AbortSignal,
+  limitMs = 600_000,
+  again: (error: unknown) => boolean = isTransient,
+): Via {
   return {
     async run(f) {
       const endMs = performance.now() + limitMs;
@@ -183,7 +190,7 @@ export function patient(db: Via, signal: AbortSignal, limitMs = 600_000): Via {
         try {
           return await Promise.race([db.run(f), aborted]);
         } catch (error) {
-          if (signal.aborted || !isTransient(error) || performance.now() > endMs) throw error;
+          if (signal.aborted || !again(error) || performance.now() > endMs) throw error;
           await pause(Math.min(5000, 100 * 2 ** round), signal);
         } finally {
           signal.removeEventListener("abort", onAbort);

@@ -9,6 +9,7 @@
 import { logger } from "./config.ts";
 import { type Database, describe } from "./db.ts";
 import { Stop } from "./jobs/kind.ts";
+import { Stopper } from "./jobs/stopper.ts";
 import { cancellations, heartbeat, type Job, type Pulse, type Ready, release } from "./queue.ts";
 
 const log = logger("worker");
@@ -29,7 +30,7 @@ export const sinceMs = (then: Clocks) =>
 /** A job under way. */
 export interface Held {
   job: Job;
-  stop: AbortController;
+  stopper: Stopper;
   stage: string | null;
   progress: number | null;
   /** When the renewal that last succeeded was sent. */
@@ -78,9 +79,9 @@ export class Leases {
   /** Begins to hold a job, claimed by a statement that was sent at the time `sent`. */
   hold(job: Job, sent: Clocks): Held {
     // After a failover that lost its last transactions an id can come again, as another job's.
-    this.held.get(job.id)?.stop.abort(new Stop("lost", "its id is another job's"));
+    this.held.get(job.id)?.stopper.stop(new Stop("lost", "its id is another job's"));
     const held: Held = {
-      ...{ job, stop: new AbortController(), stage: null, progress: null },
+      ...{ job, stopper: new Stopper(), stage: null, progress: null },
       ...{ renewed: sent, tell: () => {}, ended: Promise.resolve() },
     };
     this.held.set(job.id, held);
@@ -180,7 +181,7 @@ export class Leases {
       const ids = this.held.size === 0
         ? []
         : await this.db.run((sql) => cancellations(sql, this.bootId));
-      for (const id of ids) this.held.get(id)?.stop.abort(new Stop("cancelled", "cancelled"));
+      for (const id of ids) this.held.get(id)?.stopper.stop(new Stop("cancelled", "cancelled"));
       return Math.min(tickMs, dueMs);
     }
     const named = [...this.held.values()];
@@ -223,9 +224,9 @@ export class Leases {
       this.#loseTouch();
       this.#urgent.abort();
     }
-    for (const { renewed, stop } of this.held.values()) {
+    for (const { renewed, stopper } of this.held.values()) {
       if (performance.now() - renewed.monotonicMs > (this.leaseS - this.#marginS) * 1000) {
-        stop.abort(new Stop("released", "its lease could not be renewed"));
+        stopper.stop(new Stop("released", "its lease could not be renewed"));
       }
     }
     // Not where the heartbeat was away too: that is the database's outage.
@@ -255,8 +256,8 @@ export class Leases {
         held.renewed = sent;
         held.tell(this.#guardedS(held));
       }
-      if (beat?.state === "lost") held.stop.abort(new Stop("lost", "somebody else has it"));
-      if (beat?.cancel) held.stop.abort(new Stop("cancelled", "cancelled"));
+      if (beat?.state === "lost") held.stopper.stop(new Stop("lost", "somebody else has it"));
+      if (beat?.cancel) held.stopper.stop(new Stop("cancelled", "cancelled"));
     }
     for (const [token, atMs] of this.lostClaims) {
       // Whatever it may have taken has been given back, or recovered.

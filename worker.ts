@@ -24,6 +24,7 @@ import { checkSchema, codeOf, Database, describe, isDisconnect, patient, pause }
 import { type Kinds, loadKinds, Stop } from "./jobs/kind.ts";
 import { sweepFolders } from "./jobs/process.ts";
 import { idsStored, lookUpReviews } from "./jobs/paid.ts";
+import { Outcomes } from "./jobs/outcomes.ts";
 import { type Runner, runToEnd } from "./jobs/run.ts";
 import { clocks, Leases } from "./lease.ts";
 import * as processes from "./processes.ts";
@@ -59,6 +60,9 @@ interface Worker {
   db: Database;
   files: Database;
   leases: Leases;
+  outcomes: Outcomes;
+  /** Jobs that run; others may be held until their outcome is recorded. */
+  running: number;
   /** Aborted when a job has ended, since there is room for the next; a new one each step. */
   roomMade: AbortController;
   /** Queues whose claim came back empty or failed: how often in a row, and until when to leave them. */
@@ -160,23 +164,26 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
     })
   );
   log.info("worker {name} {boot} serves {serves}", { name, boot: bootId.slice(0, 8), serves });
+  const hurry = new AbortController();
   return {
     settings,
     kinds,
     serves,
     db,
     files,
+    running: 0,
+    outcomes: new Outcomes(db, bootId, hurry.signal, settings.maxReleases),
     leases: new Leases(pulse, bootId, settings.heartbeatMs, settings.leaseS, settings.stallS),
     roomMade: new AbortController(),
     misses: new Map(),
-    hurry: new AbortController(),
+    hurry,
   };
 }
 
 /** One look and, when there is something, one claim. @returns milliseconds until the next */
 async function work(worker: Worker, stop: AbortSignal): Promise<number> {
   const { settings, serves, db, leases } = worker;
-  const room = settings.concurrency - leases.held.size;
+  const room = roomOf(worker);
   worker.roomMade = new AbortController();
   if (room <= 0 || leases.alone) return settings.pollMaxMs;
   const { ready, promotable } = await db.run((sql) => queue.look(sql, settings.queues, serves));
@@ -199,6 +206,10 @@ async function work(worker: Worker, stop: AbortSignal): Promise<number> {
   return Math.max(10, Math.min(settings.pollMaxMs, soonestMs));
 }
 
+/** How many jobs may start; as many again may be held while their outcomes are recorded. */
+const roomOf = ({ settings: { concurrency }, running, leases }: Worker) =>
+  Math.min(concurrency - running, 2 * concurrency - leases.held.size);
+
 /** Claims from one queue and starts what it got. @returns how many; null: others hold its lock */
 async function claimFrom(
   worker: Worker,
@@ -210,7 +221,9 @@ async function claimFrom(
   const sent = clocks();
   const { bootId, held: underWay } = worker.leases;
   const idle = underWay.size === 0;
-  const options = { worker: bootId, kinds: worker.serves, most: room, idle, token };
+  // Half at the most, so that the database takes the next ones while these run.
+  const most = Math.min(room, Math.ceil(settings.concurrency / 2));
+  const options = { worker: bootId, kinds: worker.serves, most, idle, token };
   const count = (misses.get(from.queue)?.count ?? 0) + 1;
   // Others were faster, or hold what was seen: further and further apart, not all at once again.
   let pauseMs = Math.min(settings.pollMaxMs, 10 * 2 ** Math.min(count, 10));
@@ -241,7 +254,6 @@ function start(worker: Worker, job: queue.Job, sent: ReturnType<typeof clocks>):
   const runner: Runner = {
     ...{ db, files, worker: leases.bootId, kinds },
     maxFileBytes: worker.settings.maxFileBytes,
-    maxReleases: worker.settings.maxReleases,
     lease: {
       graceS: leases.graceS,
       onRenewal: (tell) => leases.onRenewal(held, tell),
@@ -249,9 +261,15 @@ function start(worker: Worker, job: queue.Job, sent: ReturnType<typeof clocks>):
     },
     report: (stage, progress) => leases.report(held, stage, progress),
   };
-  held.ended = runToEnd(runner, job, held.stop.signal, worker.hurry.signal).finally(() => {
+  worker.running++;
+  const makeRoom = () => worker.roomMade.signal.aborted || worker.roomMade.abort(null);
+  const ran = () => {
+    worker.running--;
+    makeRoom();
+  };
+  held.ended = runToEnd(runner, job, held.stopper, worker.outcomes, ran).finally(() => {
     leases.drop(held);
-    worker.roomMade.abort();
+    makeRoom();
   });
 }
 
@@ -286,7 +304,7 @@ async function drain({ leases, settings: { drainS }, hurry }: Worker): Promise<v
     enough.abort();
   }
   const reason = dead.signal.reason ?? new Stop("released", "its worker was stopped");
-  for (const { stop } of held.values()) stop.abort(reason);
+  for (const { stopper } of held.values()) stopper.stop(reason);
   // First what is worth money, however long it takes: the platform ends what it will not wait for.
   await idsStored();
   const timer = setTimeout(() => hurry.abort(), GIVE_BACK_MS);

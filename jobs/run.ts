@@ -1,8 +1,8 @@
-/** Runs one job to its outcome, whichever way its kind runs, and records that outcome. */
+/** Runs one job to its outcome, whichever way its kind runs. */
 import { logger } from "../config.ts";
-import { codeOf, cut, describe, patient, unstorable, type Via } from "../db.ts";
+import { cut, describe, patient, unstorable, type Via } from "../db.ts";
 import { FileTooLarge, inputsOf, readFile, writeFile } from "../files.ts";
-import { get, type Job, type NewJob, type Outcome, settle } from "../queue.ts";
+import { get, type Job, type NewJob, type Outcome } from "../queue.ts";
 import { traced } from "../tracing.ts";
 import {
   ABANDON_MS,
@@ -16,10 +16,11 @@ import {
   Snooze,
   Stop,
   Uncertain,
-  unlessAbandoned,
 } from "./kind.ts";
+import type { Outcomes } from "./outcomes.ts";
 import { runPaid } from "./paid.ts";
 import { type Lease, runProcess } from "./process.ts";
+import { limit, type Stopper } from "./stopper.ts";
 
 const log = logger("worker");
 
@@ -35,8 +36,6 @@ export interface Runner {
   worker: string;
   kinds: Kinds;
   maxFileBytes: number;
-  /** How often a job may be given back; see settle. */
-  maxReleases?: number;
   /** The job's lease; without it, it lasts for ever. */
   lease?: Lease;
   /** Told each stage a job reaches. */
@@ -46,23 +45,20 @@ export interface Runner {
 /**
  * Runs a job.
  *
- * @param stop aborted with a {@linkcode Stop} when the job has to end early
+ * @param stopper stops it when it has to end early
  * @returns its outcome, or null when the job was lost and nothing may be written
  */
-export async function run(runner: Runner, job: Job, stop: AbortSignal): Promise<Outcome | null> {
+export async function run(runner: Runner, job: Job, stopper: Stopper): Promise<Outcome | null> {
   const { id, attempt } = job;
   const kind = Object.hasOwn(runner.kinds, job.kind) ? runner.kinds[job.kind] : undefined;
   if (!kind) return { id, attempt, outcome: "failed", error: `unknown kind "${job.kind}"` };
 
   const timeoutS = kind.timeoutS ?? 900;
-  const timeout = new AbortController();
-  const timer = setTimeout(
-    () => timeout.abort(new Stop("timed out", `timed out after ${timeoutS} s`)),
-    timeoutS * 1000,
-  );
-  const signal = AbortSignal.any([stop, timeout.signal]);
+  const inTime = limit(timeoutS * 1000, () => {
+    stopper.stop(new Stop("timed out", `timed out after ${timeoutS} s`));
+  });
   const next: NewJob[] = [];
-  const context = contextOf(runner, job, signal, next);
+  const context = contextOf(runner, job, stopper, next);
   try {
     const parsed = kind.payload.safeParse(job.payload);
     if (!parsed.success) {
@@ -72,24 +68,26 @@ export async function run(runner: Runner, job: Job, stop: AbortSignal): Promise<
       ? await runProcess(kind, parsed.data, context, runner.lease)
       : kind.runs === "paid"
       ? await runPaid(kind, parsed.data, context, runner)
-      : await runInline(kind, parsed.data, context);
-    if (signal.aborted && kind.runs === "inline") throw signal.reason; // too late, thrown away
+      : await runInline(kind, parsed.data, context, stopper);
+    if (stopper.reason && kind.runs === "inline") throw stopper.reason; // too late, thrown away
     return done(job, result, next);
   } catch (error) {
     // What a stopped job throws is often an error of the stop's making, such as an AbortError.
     const own = error instanceof Uncertain || (error instanceof NotSent && error.permanent);
-    const outcome = outcomeOf(signal.aborted && !own ? signal.reason : error, job, kind);
+    const outcome = outcomeOf(stopper.reason && !own ? stopper.reason : error, job, kind);
     return outcome && error instanceof NotSent ? { ...outcome, unsent: true } : outcome;
   } finally {
-    clearTimeout(timer);
+    inTime();
   }
 }
 
-function contextOf(runner: Runner, job: Job, signal: AbortSignal, next: NewJob[]): Context {
-  const db = patient(runner.files, signal);
+function contextOf(runner: Runner, job: Job, stopper: Stopper, next: NewJob[]): Context {
+  const files = () => patient(runner.files, stopper.signal);
   return {
     job,
-    signal,
+    get signal() {
+      return stopper.signal;
+    },
     // Made fit for its columns here: a heartbeat carries the stages of all jobs, so that one that
     // the database refused would cost the others their leases.
     report: (stage, progress) =>
@@ -102,22 +100,29 @@ function contextOf(runner: Runner, job: Job, signal: AbortSignal, next: NewJob[]
       ),
     assertMine: () => runner.lease?.assertMine(),
     next: (newJob) => next.push(newJob),
-    view: async (id) => (await db.run((sql) => get(sql, [id])))[0],
-    inputs: () => inputsOf(db, job.id),
-    read: (file) => readFile(db, file),
-    write: (name, content) => writeFile(db, name, content, runner.maxFileBytes, job),
+    view: async (id) => (await files().run((sql) => get(sql, [id])))[0],
+    inputs: () => inputsOf(files(), job.id),
+    read: (file) => readFile(files(), file),
+    write: (name, content) => writeFile(files(), name, content, runner.maxFileBytes, job),
   };
 }
 
-const runInline = (kind: InlineKind, payload: unknown, context: Context): Promise<unknown> =>
-  unlessAbandoned(
+const runInline = (
+  kind: InlineKind,
+  payload: unknown,
+  context: Context,
+  stopper: Stopper,
+): Promise<unknown> =>
+  stopper.unlessAbandoned(
     Promise.resolve().then(() => kind.work(payload, context)),
-    context.signal,
     ABANDON_MS,
   );
 
 /** A job that is done, unless what it returned cannot be stored. */
 function done({ id, attempt }: Job, result: unknown, next: NewJob[]): Outcome {
+  if (next.length === 0 && (result === undefined || result === null)) {
+    return { id, attempt, outcome: "done", result: null };
+  }
   let text: string;
   try {
     text = JSON.stringify([result, next]);
@@ -172,43 +177,20 @@ function delayS({ backoffS }: Kind, failures: number): number {
   }
 }
 
-/**
- * Records an outcome, again and again while the database cannot be reached, for ten minutes or
- * until `signal` is aborted. One that the database refuses (a next job over a queue's limit, a value that a column
- * cannot hold) fails the job with the refusal.
- *
- * @returns whether the outcome stands; false: the job is somebody else's
- */
-export async function record(
-  { db, worker, maxReleases }: Pick<Runner, "db" | "worker" | "maxReleases">,
-  outcome: Outcome,
-  signal: AbortSignal,
-): Promise<boolean> {
-  const write = (o: Outcome) =>
-    patient(db, signal).run((sql) => settle(sql, worker, [o], maxReleases));
-  try {
-    return (await write(outcome)).length > 0;
-  } catch (error) {
-    if (!/^(SD|22|23|54)/.test(codeOf(error))) throw error;
-    const { id, attempt } = outcome;
-    const refusal = `its outcome could not be stored: ${describe(error)}`;
-    return (await write({ id, attempt, outcome: "failed", error: refusal })).length > 0;
-  }
-}
-
-/** Runs a job, records its outcome and logs both. `hurry`: aborted when recording has no more time. */
+/** Runs a job, has its outcome recorded and logs both. `ran` is told between the two. */
 export async function runToEnd(
   runner: Runner,
   job: Job,
-  stop: AbortSignal,
-  hurry: AbortSignal,
+  stopper: Stopper,
+  outcomes: Outcomes,
+  ran: () => void,
 ): Promise<void> {
   const facts = { job: job.id, kind: job.kind, attempt: job.attempt };
   const startedMs = performance.now();
   log.info("job {job} {kind} started, attempt {attempt}", facts);
   try {
-    const outcome = await traced(job, () => run(runner, job, stop));
-    const stands = outcome && await record(runner, outcome, hurry);
+    const outcome = await traced(job, () => run(runner, job, stopper)).finally(ran);
+    const stands = outcome && await outcomes.record(outcome);
     const seconds = ((performance.now() - startedMs) / 1000).toFixed(1);
     if (!stands) {
       log.warn("job {job} {kind} is lost: somebody else has it", facts);

@@ -5,7 +5,9 @@ import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
 import { traceParent } from "../tracing.ts";
 import { checkPayload, type Kinds } from "./kind.ts";
-import { record, run } from "./run.ts";
+import { Outcomes } from "./outcomes.ts";
+import { run } from "./run.ts";
+import { Stopper } from "./stopper.ts";
 
 /** What else an enqueue may say. */
 export type EnqueueOptions = Omit<queue.NewJob, "kind" | "payload">;
@@ -72,6 +74,7 @@ async function drain(sql: Pool, kinds: Kinds, most: number): Promise<Drained[]> 
     kinds: names,
     knownKinds: names,
   });
+  const outcomes = new Outcomes(db, worker, new AbortController().signal);
   const drained: Drained[] = [];
   let empty = 0;
   try {
@@ -85,10 +88,9 @@ async function drain(sql: Pool, kinds: Kinds, most: number): Promise<Drained[]> 
       empty = jobs.length === 0 ? empty + 1 : 0;
       if (empty === MAX_EMPTY) throw new Error("the next job is held by an open transaction");
       for (const job of jobs) {
-        const stop = new AbortController();
         const runner = { db, files: db, worker, kinds, maxFileBytes: Infinity };
-        const outcome = await run(runner, job, stop.signal);
-        if (outcome) await record(runner, outcome, stop.signal);
+        const outcome = await run(runner, job, new Stopper());
+        if (outcome) await outcomes.record(outcome);
         drained.push({ id: job.id, kind: job.kind, outcome });
       }
     }
