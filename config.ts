@@ -136,7 +136,9 @@ export const settings = {
     fallback: "default",
     help: "the workers that one controller scales together",
   } as Setting<string>,
+  pollMinMs: int(15, 1, 60_000, "how often a worker looks for jobs that had some in the last 5 s"),
   pollMaxMs: int(2000, 10, 60_000, "how often an idle worker looks for jobs, give or take a fifth"),
+  heldBackMs: int(1000, 20, 60_000, "how long one job's outcome may hold back those of others"),
   heartbeatMs: int(15_000, 100, 60_000, "how often a worker renews its leases"),
   leaseS: int(120, 1, 3600, "how long a job stays with a worker that is not heard of"),
   recoverMs: int(30_000, 100, 600_000, "how often a worker looks for what silent ones left"),
@@ -362,7 +364,7 @@ export async function repeat(
       logger(name).warn("{error}", { error: describe(error) });
       delayMs = 500 + Math.random() * 500;
     }
-    await pause(delayMs, signal, sooner());
+    if (delayMs > 0) await pause(delayMs, signal, sooner()); // since a timer of none is one of 1 ms
   }
 }
 

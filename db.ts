@@ -4,6 +4,7 @@
  *
  * Nothing here leaves state in a session, so all of it runs through PgBouncer in transaction mode.
  */
+import { setImmediate } from "node:timers";
 import postgres from "postgres";
 
 /** A pool, or a transaction on one connection of it. */
@@ -16,7 +17,7 @@ export type Pool = postgres.Sql<{}>;
  * The number of the newest migration that this code was written for. A database that has newer
  * ones is served all the same, unless one of them says that this code is too old for it.
  */
-export const CODE_MIGRATION = 5;
+export const CODE_MIGRATION = 6;
 
 /** The schema of Siding's tables (SIDING_SCHEMA). Every name is qualified: a pooler keeps no search_path. */
 export const schema = Deno.env.get("SIDING_SCHEMA") || "siding";
@@ -199,6 +200,9 @@ export function patient(
     },
   };
 }
+
+/** Waits for what is due already: whatever else ends in the same moment has done so after it. */
+export const turn = (): Promise<void> => new Promise((resolve) => setImmediate(resolve));
 
 /** Waits `ms`, or until one of the signals is aborted. */
 export async function pause(ms: number, ...signals: AbortSignal[]): Promise<void> {

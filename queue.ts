@@ -160,6 +160,16 @@ export interface Ready {
   claim: "skip_locked" | "lock" | "repeatable_read";
   /** Its next job is for a worker that runs nothing else: see siding.recover. */
   alone?: boolean;
+  /** Where its next job stands in line. */
+  head?: Place;
+}
+
+/** A place in line. */
+export interface Place {
+  priority: number;
+  /** To the microsecond, as Postgres writes it. */
+  due_at: string;
+  id: string;
 }
 
 /**
@@ -212,32 +222,99 @@ export async function claim(sql: Pool, ready: Ready, options: ClaimOptions): Pro
         ${names(kinds)}::text[], ${most}, ${worker}, ${token}, ${leaseS}, ${idle}) j
       order by j.priority desc, j.due_at, j.id`);
   }
-  // Materialized: joined as a plain subquery it may run again for other rows, and lock and take
-  // more than `most`. Skip locked: workers pass over each other's rows instead of queueing for the
-  // same one. The status is a literal, so that the partial index serves, in its order. A job that
-  // is to run alone is taken by itself.
-  return await list(sql<Job[]>`
-    with next as materialized (
-      select id, alone from ${s(sql)}.jobs
-      where queue = ${ready.queue} and status = 'queued' and kind = any(${names(kinds)}::text[])
-        and (${idle} or not alone)
-        and exists (select from ${s(sql)}.queues
-                    where name = ${ready.queue} and claim = 'skip_locked' and not paused)
-      order by priority desc, due_at, id
-      limit ${most}
-      for update skip locked
-    ),
-    first as (select id, alone from next limit 1),
-    taken as (
-      update ${s(sql)}.jobs j set status = 'running', worker_id = ${worker}, claim_token = ${token},
-        attempt = j.attempt + 1, claimed_at = now(),
-        lease_until = now() + ${leaseS} * interval '1 second', stage = null, progress = null
-      from next, first
-      where j.id = next.id
-        and case when first.alone then next.id = first.id else not next.alone end
-      returning j.*
-    )
-    select ${sql.unsafe(claimedColumns)} from taken j order by j.priority desc, j.due_at, j.id`);
+  return (await exchange(sql, ready, options, [])).jobs;
+}
+
+/** An attempt that is done, with its result, and that wrote no files and brings no other jobs. */
+export type Done = Claimed & { result: unknown };
+
+/** What an {@linkcode exchange} brings. */
+export interface Exchange {
+  jobs: Job[];
+  /** Those of the attempts that stand as done. {@linkcode settle} tells what became of the others. */
+  stand: Set<string>;
+  /** The place in line of the last of the jobs; null when there are none. */
+  last: Place | null;
+}
+
+/**
+ * Claims the next jobs of a queue that skips locks, and in the same statement ends attempts as done.
+ *
+ * @param mark where in line to begin: what stands before it is not seen. Only for claims that follow one
+ * another: a claim or a {@linkcode look} without it is due within a second, and at once after a claim that
+ * found fewer than it may.
+ * @param waitMs how long a row that somebody else has locked may hold this up, before it is refused (55P03)
+ */
+export async function exchange(
+  sql: Sql,
+  { queue, alone = false }: Ready,
+  { worker, kinds, most, leaseS, token, idle = true }: ClaimOptions,
+  done: readonly Done[],
+  mark?: Place | null,
+  waitMs = 50,
+): Promise<Exchange> {
+  const [row] = await sql<[ExchangeRow]>`
+    select * from ${s(sql)}.claim_skip_locked(${queue}, ${
+    names(kinds)
+  }::text[], ${most}, ${worker}, ${token},
+      ${leaseS}, ${alone && idle}, ${mark?.priority ?? null}, ${
+    mark?.due_at ?? null
+  }::text::timestamptz,
+      ${mark?.id ?? null}, ${
+    done.length ? numbers(done.map(({ id }) => id)) : null
+  }::text::bigint[],
+      ${done.length ? numbers(done.map(({ attempt }) => attempt)) : null}::text::integer[],
+      ${resultsOf(done)}::text::jsonb, ${waitMs})`;
+  const { claimed_at } = row;
+  const jobs = (row.jobs ?? []).map(({ more, ...job }): Job => ({
+    ...plain,
+    queue,
+    claimed_at,
+    ...job,
+    ...more,
+  }));
+  return { jobs, stand: new Set(row.finished), last: row.last };
+}
+
+interface ExchangeRow {
+  finished: string[] | null;
+  claimed_at: Date;
+  jobs:
+    | (Pick<Job, "id" | "kind" | "attempt" | "payload" | "wait_ms"> & {
+      more: typeof plain | null;
+    })[]
+    | null;
+  last: Place | null;
+}
+
+/** What most jobs are, so that the database need not say it of each. */
+const plain: Omit<Job, "id" | "queue" | "kind" | "payload" | "attempt" | "claimed_at" | "wait_ms"> =
+  {
+    ...{ owner: null, price: null, priority: 0, failures: 0, crashes: 0, releases: 0, snoozes: 0 },
+    ...{ alone: false, trace_parent: null, request_key: null, request_id: null },
+  };
+
+const numbers = (list: readonly (string | number)[]) => `{${list.join(",")}}`;
+/** The results as a JSON array; null when there are none. */
+const resultsOf = (done: readonly Done[]) =>
+  done.some(({ result }) => result !== null) ? json(done.map(({ result }) => result)) : null;
+
+/** {@linkcode exchange} without a claim. @returns the ids that stand as done */
+export async function finishMany(
+  sql: Sql,
+  worker: string,
+  done: readonly Done[],
+  waitMs: number,
+): Promise<Set<string>> {
+  const rows = await sql<{ id: string }[]>`
+    select id::text from ${s(sql)}.finish(${worker}, ${
+    numbers(done.map(({ id }) => id))
+  }::text::bigint[],
+      ${numbers(done.map(({ attempt }) => attempt))}::text::integer[], ${
+    resultsOf(done)
+  }::text::jsonb,
+      ${waitMs}) as id`;
+  return new Set(rows.map(({ id }) => id));
 }
 
 /** What a worker gets of a job. */
@@ -274,10 +351,10 @@ async function claimRepeatableRead(sql: Pool, queue: string, o: ClaimOptions): P
 /** How an attempt ended. See siding.settle for what each does to the job. */
 export type Outcome =
   & Claimed
-  /** `unsent`: whatever was meant to be sent to a paid service was not. */
+  /** `unsent`: whatever was meant to be sent to a paid service was not. `files`: it wrote some. */
   & { unsent?: boolean }
   & (
-    | { outcome: "done"; result: unknown; next?: readonly NewJob[] }
+    | { outcome: "done"; result: unknown; next?: readonly NewJob[]; files?: boolean }
     /** `delay_s`: seconds until it is tried again; absent: it has failed for good. */
     | { outcome: "failed"; error: string; delay_s?: number }
     | { outcome: "snoozed"; delay_s: number }
@@ -289,6 +366,7 @@ export type Outcome =
  * Ends attempts of one worker, in one statement whatever their outcomes.
  *
  * @param maxReleases how often a job may be given back before that fails it
+ * @param waitMs how long it may wait for a row that somebody else has locked, before it is refused (55P03)
  * @returns the ids whose outcome stands, also where it had landed before and only the reply was
  * lost. The worker has lost the others: somebody else has them.
  */
@@ -297,12 +375,13 @@ export async function settle(
   worker: string,
   outcomes: readonly Outcome[],
   maxReleases = 5,
+  waitMs = 500,
 ): Promise<string[]> {
   const clean = outcomes.map((o) => "error" in o ? { ...o, error: cut(o.error, 8192) } : o);
   const rows = await sql<{ id: string }[]>`
     select id::text from ${s(sql)}.settle(${worker}, ${
     json(clean)
-  }::text::jsonb, ${maxReleases}) as id`;
+  }::text::jsonb, ${maxReleases}, ${waitMs}) as id`;
   return rows.map((row) => row.id);
 }
 

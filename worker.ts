@@ -7,8 +7,8 @@
  *
  * Reads and writes: the queue's tables (DATABASE_URL), work folders in the temporary folder.
  *
- * Four loops: work() claims and starts jobs; tidy() recovers and sweeps; and those of lease.ts, which
- * renew the leases of the jobs it holds, hear of cancellations, and stop what cannot be renewed.
+ * Its loops: those of intake.ts claim jobs, which start() runs; those of lease.ts renew the leases of the jobs it
+ * holds, hear of cancellations, and stop what cannot be renewed; tidy() recovers and sweeps.
  *
  * Signals: the first SIGTERM or SIGINT stops claiming; running jobs have --drain-s to end, then
  * they are stopped and given back to the queue. A second one ends the process and its jobs at once.
@@ -20,15 +20,16 @@
 import { hostname } from "node:os";
 import { controllerBeside, startWatchdog } from "./beside.ts";
 import * as config from "./config.ts";
-import { checkSchema, codeOf, Database, describe, isDisconnect, patient, pause } from "./db.ts";
+import { checkSchema, Database, describe, patient, pause } from "./db.ts";
 import { type Kinds, loadKinds, Stop } from "./jobs/kind.ts";
 import { sweepFolders } from "./jobs/process.ts";
 import { idsStored, lookUpReviews } from "./jobs/paid.ts";
 import { Outcomes } from "./jobs/outcomes.ts";
 import { type Runner, runToEnd } from "./jobs/run.ts";
-import { clocks, Leases } from "./lease.ts";
+import { Intake } from "./intake.ts";
+import { type clocks, Leases } from "./lease.ts";
 import * as processes from "./processes.ts";
-import * as queue from "./queue.ts";
+import type * as queue from "./queue.ts";
 import { foldCredits, promoteDue, takeBack, tidyUp } from "./upkeep.ts";
 
 const log = config.logger("worker");
@@ -54,19 +55,12 @@ const spec = {
 interface Worker {
   settings: ReturnType<typeof config.configuration<typeof spec>>;
   kinds: Kinds;
-  /** The names of the kinds it claims. */
-  serves: string[];
   /** Claims, and what moves jobs; their files, which must not hold that up. */
   db: Database;
   files: Database;
   leases: Leases;
   outcomes: Outcomes;
-  /** Jobs that run; others may be held until their outcome is recorded. */
-  running: number;
-  /** Aborted when a job has ended, since there is room for the next; a new one each step. */
-  roomMade: AbortController;
-  /** Queues whose claim came back empty or failed: how often in a row, and until when to leave them. */
-  misses: Map<string, { count: number; untilMs: number }>;
+  intake: Intake;
   /** Aborted when what is left to write has no more time. */
   hurry: AbortController;
 }
@@ -98,13 +92,7 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   const dead = leases.dead.signal;
   const noMore = AbortSignal.any([signal, dead]);
   const hung = new Promise((resolve) => dead.addEventListener("abort", resolve));
-  const claiming = config.repeat(
-    "claim",
-    () => leases.working(() => work(worker, noMore)),
-    noMore,
-    () => worker.roomMade.signal,
-  );
-  await Promise.race([claiming, hung]);
+  await Promise.race([worker.intake.run(noMore), hung]);
   await drain(worker);
   watchdog.terminate();
   over.abort();
@@ -147,10 +135,10 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
   const db = new Database(url, { ...options, max: 2 }, settings.statementLimitMs);
   const files = new Database(url, { ...options, max: 1 }, settings.statementLimitMs);
   const pulse = new Database(url, { ...options, max: 1 }, settings.statementLimitMs);
-  const start = patient(db, signal, START_MS);
-  const behind = await start.run(checkSchema);
+  const patiently = patient(db, signal, START_MS);
+  const behind = await patiently.run(checkSchema);
   if (behind > 0) log.warn("the database is {behind} migrations behind this code", { behind });
-  const bootId = await start.run((sql) =>
+  const bootId = await patiently.run((sql) =>
     processes.register(sql, {
       role: "worker",
       pool: settings.pool,
@@ -165,91 +153,26 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
   );
   log.info("worker {name} {boot} serves {serves}", { name, boot: bootId.slice(0, 8), serves });
   const hurry = new AbortController();
-  return {
-    settings,
-    kinds,
-    serves,
-    db,
-    files,
-    running: 0,
-    outcomes: new Outcomes(db, bootId, hurry.signal, settings.maxReleases),
-    leases: new Leases(pulse, bootId, settings.heartbeatMs, settings.leaseS, settings.stallS),
-    roomMade: new AbortController(),
-    misses: new Map(),
-    hurry,
+  const { maxReleases, heldBackMs } = settings;
+  const outcomes = new Outcomes(db, bootId, hurry.signal, maxReleases, heldBackMs);
+  const leases = new Leases(pulse, bootId, settings.heartbeatMs, settings.leaseS, settings.stallS);
+  const worker: Worker = {
+    ...{ settings, kinds, db, files, leases, outcomes, hurry },
+    intake: new Intake(
+      settings,
+      serves,
+      db,
+      leases,
+      outcomes,
+      (job, sent) => start(worker, job, sent),
+    ),
   };
+  return worker;
 }
-
-/** One look and, when there is something, one claim. @returns milliseconds until the next */
-async function work(worker: Worker, stop: AbortSignal): Promise<number> {
-  const { settings, serves, db, leases } = worker;
-  const room = roomOf(worker);
-  worker.roomMade = new AbortController();
-  if (room <= 0 || leases.alone) return settings.pollMaxMs;
-  const { ready, promotable } = await db.run((sql) => queue.look(sql, settings.queues, serves));
-  // None moved: somebody's open transaction holds them, which is no reason to wait with the others.
-  if (promotable && await db.run((sql) => queue.promote(sql)) > 0) return 0;
-  // A queue that is locked, or whose next job is, must not keep the worker from the others: it is
-  // left alone for a while, and comes after those that were not.
-  const missesOf = ({ queue }: queue.Ready) => worker.misses.get(queue) ?? { count: 0, untilMs: 0 };
-  const open = ready.filter((from) => performance.now() >= missesOf(from).untilMs)
-    .sort((a, b) => missesOf(a).count - missesOf(b).count);
-  for (const from of open) {
-    if (stop.aborted) return 0;
-    if (leases.waitsToBeAlone(from)) return settings.pollMaxMs;
-    leases.gotOn();
-    const claimed = await claimFrom(worker, from, room);
-    if (claimed !== 0) return 0; // started some, or waited for a lock: look again
-  }
-  if (ready.length === 0) return jitter(settings.pollMaxMs);
-  const soonestMs = Math.min(...ready.map((from) => missesOf(from).untilMs)) - performance.now();
-  return Math.max(10, Math.min(settings.pollMaxMs, soonestMs));
-}
-
-/** How many jobs may start; as many again may be held while their outcomes are recorded. */
-const roomOf = ({ settings: { concurrency }, running, leases }: Worker) =>
-  Math.min(concurrency - running, 2 * concurrency - leases.held.size);
-
-/** Claims from one queue and starts what it got. @returns how many; null: others hold its lock */
-async function claimFrom(
-  worker: Worker,
-  from: queue.Ready,
-  room: number,
-): Promise<number | null> {
-  const { settings, db, misses } = worker;
-  const token = crypto.randomUUID();
-  const sent = clocks();
-  const { bootId, held: underWay } = worker.leases;
-  const idle = underWay.size === 0;
-  // Half at the most, so that the database takes the next ones while these run.
-  const most = Math.min(room, Math.ceil(settings.concurrency / 2));
-  const options = { worker: bootId, kinds: worker.serves, most, idle, token };
-  const count = (misses.get(from.queue)?.count ?? 0) + 1;
-  // Others were faster, or hold what was seen: further and further apart, not all at once again.
-  let pauseMs = Math.min(settings.pollMaxMs, 10 * 2 ** Math.min(count, 10));
-  let jobs: queue.Job[] = [];
-  let held = false;
-  try {
-    jobs = await db.run((sql) => queue.claim(sql, from, { ...options, leaseS: settings.leaseS }));
-  } catch (error) {
-    if (isDisconnect(error)) worker.leases.lostClaims.set(token, sent.monotonicMs);
-    held = codeOf(error) === "55P03"; // by a claim or another transaction, for longer than 1 s
-    const facts = { queue: from.queue, error: describe(error) };
-    log[held ? "debug" : "warn"]("claim from {queue}: {error}", facts);
-    pauseMs = settings.pollMaxMs * Math.min(count, 5);
-  }
-  for (const job of jobs) start(worker, job, sent);
-  if (jobs.length > 0) misses.delete(from.queue);
-  else misses.set(from.queue, { count, untilMs: performance.now() + jitter(pauseMs) });
-  return held ? null : jobs.length;
-}
-
-/** So that workers which started together do not ask together. */
-const jitter = (ms: number) => ms * (0.8 + Math.random() * 0.4);
 
 /** Runs a claimed job to its end, besides everything else. */
 function start(worker: Worker, job: queue.Job, sent: ReturnType<typeof clocks>): void {
-  const { leases, db, files, kinds } = worker;
+  const { leases, intake, db, files, kinds } = worker;
   const held = leases.hold(job, sent);
   const runner: Runner = {
     ...{ db, files, worker: leases.bootId, kinds },
@@ -261,15 +184,11 @@ function start(worker: Worker, job: queue.Job, sent: ReturnType<typeof clocks>):
     },
     report: (stage, progress) => leases.report(held, stage, progress),
   };
-  worker.running++;
-  const makeRoom = () => worker.roomMade.signal.aborted || worker.roomMade.abort(null);
-  const ran = () => {
-    worker.running--;
-    makeRoom();
-  };
+  intake.started();
+  const ran = () => intake.ran();
   held.ended = runToEnd(runner, job, held.stopper, worker.outcomes, ran).finally(() => {
     leases.drop(held);
-    makeRoom();
+    intake.ended();
   });
 }
 

@@ -57,8 +57,8 @@ export async function run(runner: Runner, job: Job, stopper: Stopper): Promise<O
   const inTime = limit(timeoutS * 1000, () => {
     stopper.stop(new Stop("timed out", `timed out after ${timeoutS} s`));
   });
-  const next: NewJob[] = [];
-  const context = contextOf(runner, job, stopper, next);
+  const made: Made = { next: [], files: false };
+  const context = contextOf(runner, job, stopper, made);
   try {
     const parsed = kind.payload.safeParse(job.payload);
     if (!parsed.success) {
@@ -70,7 +70,7 @@ export async function run(runner: Runner, job: Job, stopper: Stopper): Promise<O
       ? await runPaid(kind, parsed.data, context, runner)
       : await runInline(kind, parsed.data, context, stopper);
     if (stopper.reason && kind.runs === "inline") throw stopper.reason; // too late, thrown away
-    return done(job, result, next);
+    return done(job, result, made);
   } catch (error) {
     // What a stopped job throws is often an error of the stop's making, such as an AbortError.
     const own = error instanceof Uncertain || (error instanceof NotSent && error.permanent);
@@ -81,7 +81,13 @@ export async function run(runner: Runner, job: Job, stopper: Stopper): Promise<O
   }
 }
 
-function contextOf(runner: Runner, job: Job, stopper: Stopper, next: NewJob[]): Context {
+/** What a job brings besides its result. */
+interface Made {
+  next: NewJob[];
+  files: boolean;
+}
+
+function contextOf(runner: Runner, job: Job, stopper: Stopper, made: Made): Context {
   const files = () => patient(runner.files, stopper.signal);
   return {
     job,
@@ -99,11 +105,14 @@ function contextOf(runner: Runner, job: Job, stopper: Stopper, next: NewJob[]): 
           : undefined,
       ),
     assertMine: () => runner.lease?.assertMine(),
-    next: (newJob) => next.push(newJob),
+    next: (newJob) => made.next.push(newJob),
     view: async (id) => (await files().run((sql) => get(sql, [id])))[0],
     inputs: () => inputsOf(files(), job.id),
     read: (file) => readFile(files(), file),
-    write: (name, content) => writeFile(files(), name, content, runner.maxFileBytes, job),
+    write: (name, content) => {
+      made.files = true;
+      return writeFile(files(), name, content, runner.maxFileBytes, job);
+    },
   };
 }
 
@@ -119,8 +128,8 @@ const runInline = (
   );
 
 /** A job that is done, unless what it returned cannot be stored. */
-function done({ id, attempt }: Job, result: unknown, next: NewJob[]): Outcome {
-  if (next.length === 0 && (result === undefined || result === null)) {
+function done({ id, attempt }: Job, result: unknown, { next, files }: Made): Outcome {
+  if (next.length === 0 && !files && (result === undefined || result === null)) {
     return { id, attempt, outcome: "done", result: null };
   }
   let text: string;
@@ -138,7 +147,7 @@ function done({ id, attempt }: Job, result: unknown, next: NewJob[]): Outcome {
   }
   const bad = unstorable(plainResult, "its result") ?? unstorable(plainNext, "its next");
   if (bad) throw new PermanentFailure(bad);
-  return { id, attempt, outcome: "done", result: plainResult, next: plainNext };
+  return { id, attempt, outcome: "done", result: plainResult, next: plainNext, files };
 }
 
 /** What the error that ended an attempt makes of the job. */
@@ -187,7 +196,11 @@ export async function runToEnd(
 ): Promise<void> {
   const facts = { job: job.id, kind: job.kind, attempt: job.attempt };
   const startedMs = performance.now();
-  log.info("job {job} {kind} started, attempt {attempt}", facts);
+  // Small jobs by the thousand a second would be all that a log has: it gets what went wrong with them.
+  const isSmall = runner.kinds[job.kind]?.runs === "inline";
+  const say = (text: string, more: Record<string, unknown>) =>
+    log[isSmall ? "debug" : "info"](text, more);
+  say("job {job} {kind} started, attempt {attempt}", facts);
   try {
     const outcome = await traced(job, () => run(runner, job, stopper)).finally(ran);
     const stands = outcome && await outcomes.record(outcome);
@@ -204,7 +217,7 @@ export async function runToEnd(
       });
     } else {
       const how = outcome.outcome;
-      log.info("job {job} {kind} {how} after {seconds} s", { ...facts, how, seconds });
+      say("job {job} {kind} {how} after {seconds} s", { ...facts, how, seconds });
     }
   } catch (error) {
     // The database stayed away, or its refusal could not be recorded either: the lease decides.

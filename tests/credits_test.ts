@@ -2,7 +2,7 @@
 import { assert, assertEquals, assertRejects } from "@std/assert";
 import { audit, balance, deposit, fold } from "../credits.ts";
 import { codeOf, connect, type Pool, schema, type Sql, via } from "../db.ts";
-import { record } from "../jobs/run.ts";
+import { Outcomes } from "../jobs/outcomes.ts";
 import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
 import * as requests from "../requests.ts";
@@ -461,14 +461,13 @@ test("a next job with a price is its owner's, and one that cannot be paid fails 
   const worker = await aWorker(sql);
   const first = await aPricedJob(sql, worker);
   const done = { attempt: 1, outcome: "done", result: 1 } as const;
-  const runner = { db: via(sql), worker };
-  const never = new AbortController().signal;
+  const outcomes = new Outcomes(via(sql), worker, new AbortController().signal);
   const next = [{ kind: "a", price: 7 }];
-  assert(await record(runner, { ...done, id: first.id, next }, never));
+  assert(await outcomes.record({ ...done, id: first.id, next }));
   await assertCredits(sql, [5, 7, 8]);
   const [second] = await claimNext(sql, worker);
   assertEquals([second.owner, second.price], ["ada", "7"]);
-  assert(await record(runner, { ...done, id: second.id, next }, never));
+  assert(await outcomes.record({ ...done, id: second.id, next }));
   const [failed] = await queue.get(sql, [second.id]);
   assertEquals([failed.status, failed.error], [
     "failed",

@@ -6,7 +6,9 @@ import { requeue } from "../desk.ts";
 import { outputsOf, readFile, writeFile } from "../files.ts";
 import { NotSent, paid, PayloadError, Stop } from "../jobs/kind.ts";
 import { sweepFolders } from "../jobs/process.ts";
-import { record, run } from "../jobs/run.ts";
+import { Outcomes } from "../jobs/outcomes.ts";
+import { run } from "../jobs/run.ts";
+import { Stopper } from "../jobs/stopper.ts";
 import { typed } from "../jobs/typed.ts";
 import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
@@ -300,10 +302,9 @@ test("a request that is late for its lease is not sent, and its job is as if it 
     ...{ db: via(sql), files: via(sql), worker, maxFileBytes: 100 },
     kinds: { charge: late },
   };
-  const { signal } = new AbortController();
-  const outcome = (await run(runner, job, signal))!;
+  const outcome = (await run(runner, job, new Stopper()))!;
   assertEquals([outcome.outcome, asked], ["failed", 1]);
-  await record(runner, outcome, signal);
+  await new Outcomes(runner.db, worker, new AbortController().signal).record(outcome);
   const [row] = await sql`select status, sent_at from ${sql(schema)}.jobs where id = ${id}`;
   assertEquals({ ...row }, { status: "scheduled", sent_at: null });
 });
@@ -315,8 +316,8 @@ test("a paid job that is stopped before it sends is given back, and not for revi
   const stopped = async (submit: (stop: () => void) => Promise<string>, lostReply = false) => {
     const { id } = await enqueue(sql, "charge", {}, { priority: 1 });
     const [job] = await queue.claim(sql, { queue: "default", claim: "skip_locked" }, options);
-    const stop = new AbortController();
-    const abort = () => stop.abort(new Stop("released", "its worker was stopped"));
+    const stopper = new Stopper();
+    const abort = () => stopper.stop(new Stop("released", "its worker was stopped"));
     const db = via(sql);
     const runner = {
       ...{ files: db, worker, maxFileBytes: 100 },
@@ -333,8 +334,8 @@ test("a paid job that is stopped before it sends is given back, and not for revi
         }),
       },
     };
-    const outcome = (await run(runner, job, stop.signal))!;
-    await record({ ...runner, db }, outcome, new AbortController().signal);
+    const outcome = (await run(runner, job, stopper))!;
+    await new Outcomes(db, worker, new AbortController().signal).record(outcome);
     const [row] = await sql`select status, sent_at, releases, failures from ${sql(schema)}.jobs
       where id = ${id}`;
     assertEquals({ ...row }, { status: "queued", sent_at: null, releases: 1, failures: 0 });
@@ -403,7 +404,7 @@ test("paid work whose id comes before it is sent once more is not sent once more
   assertEquals(job.request_id, null);
   assert(await requests.saveRequest(sql, key!, "request-late"));
   const runner = { db: via(sql), files: via(sql), worker, kinds, maxFileBytes: 100 };
-  const outcome = await run(runner, job, new AbortController().signal);
+  const outcome = await run(runner, job, new Stopper());
   assertEquals(outcome, {
     ...{ id, attempt: 2, outcome: "done", result: { collected: "request-late" }, next: [] },
   } as queue.Outcome);

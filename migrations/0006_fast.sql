@@ -1,0 +1,239 @@
+-- Many small jobs: what each of them costs, taken out where it could be.
+-- oldest code that still runs on this: 1
+
+-- A check is made again at every update of a row, and this one's pattern was a tenth of what a claim and
+-- its finish cost. So it is made when a kind is written, and not at each claim.
+alter table siding.jobs drop constraint kind_name;
+create function siding.refuse_kind() returns trigger language plpgsql as $$
+begin
+  raise exception 'kind is "%": it must be 1 to 63 of a-z, 0-9, ".", "_" and "-"', left(new.kind, 100)
+    using errcode = '23514', constraint = 'kind_name';
+end $$;
+create trigger kind_name before insert or update of kind on siding.jobs for each row
+  when (new.kind !~ '^[a-z0-9_.-]{1,63}$') execute function siding.refuse_kind();
+
+-- At the end of a job only, which always sets this column, and not at its claim too.
+drop trigger end_reservation on siding.jobs;
+create trigger end_reservation after update of finished_at on siding.jobs
+  for each row when (new.price is not null and old.status <> new.status
+                     and new.status in ('done', 'failed', 'cancelled'))
+  execute function siding.end_reservation();
+drop trigger tell on siding.jobs;
+create trigger tell after update of finished_at on siding.jobs for each row
+  when (new.webhook is not null and old.finished_at is null and new.finished_at is not null)
+  execute function siding.tell();
+
+-- Whether anything is due, without a lock and without a mark: the queues that may be claimed from
+-- now, a JSON array of {queue, claim, alone: its next job is to run alone, head: where that job stands in
+-- line}, the one with the next job in line first; and whether a scheduled job has fallen due. `queues`
+-- null is all.
+create or replace function siding.look(queues text[], kinds text[], out ready jsonb, out promotable boolean)
+language sql stable as $$
+  select
+    (select coalesce(jsonb_agg(jsonb_build_object('queue', q.name, 'claim', q.claim, 'alone', head.alone,
+        'head', jsonb_build_object('priority', head.priority, 'due_at', head.due_at, 'id', head.id::text))
+                               order by head.priority desc, head.due_at, head.id), '[]')
+     from siding.queues q
+     cross join lateral (
+       select j.priority, j.due_at, j.id, j.alone from siding.jobs j
+       where j.queue = q.name and j.status = 'queued' and j.kind = any(kinds)
+       order by j.priority desc, j.due_at, j.id limit 1) head
+     where not q.paused and (queues is null or q.name = any(queues))
+       and (q.max_running is null or siding.room(q, 1) > 0)),
+    exists (select from siding.jobs where status = 'scheduled' and due_at <= now());
+$$;
+
+-- Ends attempts of one worker as done, whose jobs wrote no files and bring no others: what siding.settle
+-- does for these, at a third of what that costs. `results` is a JSON array, one for each; null is none.
+-- Returns the ids of those that stand by it. Another may be lost, or have been done by a call whose reply
+-- was lost: siding.settle tells.
+-- Waits for a locked row no longer than `wait_ms`, and is refused (55P03) then: the others are not to wait
+-- for it. Nothing is locked in order first: no two calls are about the same job.
+create function siding.finish(worker uuid, ids bigint[], attempts integer[], results jsonb, wait_ms integer)
+returns setof bigint language plpgsql
+set lock_timeout = '50ms'
+-- Planned once, and by the primary key: planning anew costs more than finishing ten jobs, and a plan made
+-- while the table was small reads all of it when it is large.
+set plan_cache_mode = force_generic_plan set enable_hashjoin = off set enable_mergejoin = off
+set enable_seqscan = off as $$
+begin
+  perform set_config('lock_timeout', wait_ms::text, true); -- until this returns, by the line above
+  return query
+    update siding.jobs j set status = 'done', result = nullif(o.result, 'null'), error = null, progress = 1,
+      alone = false, lease_until = null, finished_at = now()
+    from rows from (unnest(ids), unnest(attempts), jsonb_array_elements(results)) as o(id, attempt, result)
+    where j.id = o.id and j.attempt = o.attempt and j.worker_id = worker
+      -- Which is to say that it is running. In that word the index of the running ones would serve, whose
+      -- entries of jobs that ran before are many.
+      and j.lease_until is not null
+    returning j.id;
+end $$;
+
+-- Ends attempts: a JSON array of {id, attempt, outcome, …} of one worker, whatever the outcomes:
+--   done       with result and next, a list of jobs to enqueue, for the same owner unless they name another
+--   failed     with error; delay_s retries the job after so many seconds, null fails it for good;
+--              unsent: the paid service refused it, so it was not charged
+--   snoozed    with delay_s: put off at its own wish, which counts as no failure
+--   released   with error: its worker stops; it goes back in line and keeps its place, at most
+--              max_releases times, so that deploys in a row cannot run a long job for ever
+--   cancelled  as somebody asked
+--   review     with error: whether a paid service has it is not known
+-- A job that was asked to be cancelled meanwhile is not run again, and what may have been sent
+-- waits for a person instead of being sent again.
+-- Waits for a locked row for `wait_ms`. Returns the ids whose outcome stands, also those where it had landed before and only the reply
+-- was lost. The others are no longer the worker's, which has lost them.
+drop function if exists siding.settle(uuid, jsonb, integer);
+create function siding.settle(worker uuid, outcomes jsonb, max_releases integer default 5,
+                              wait_ms integer default 500)
+returns setof bigint language plpgsql
+set lock_timeout = '500ms' set plan_cache_mode = force_generic_plan set enable_seqscan = off as $$
+declare
+  named bigint[] := array(select o.id from jsonb_to_recordset(outcomes) as o(id bigint));
+  settled bigint[];
+  finished bigint[];
+  next_jobs jsonb;
+begin
+  perform set_config('lock_timeout', wait_ms::text, true);
+  -- First the owners' locks, then the jobs' rows: an enqueue takes them in this order too.
+  if jsonb_path_exists(outcomes, '$[*].next[*]') then
+    perform siding.lock_owners(siding.next_of(outcomes, named));
+  end if;
+  with mine as materialized (
+    select j.id, o.outcome, o.result, o.error, o.delay_s, coalesce(o.unsent, false) as unsent, case
+        when o.outcome = 'done' then o.outcome
+        when j.sent_at is not null and j.request_id is null and not coalesce(o.unsent, false) then 'review'
+        -- Its id has come meanwhile, from which it goes on, whatever this attempt knows.
+        when j.request_id is not null and (o.outcome = 'review' or coalesce(o.unsent, false)) then 'queued'
+        when o.outcome = 'review' then 'failed' -- it was never sent
+        when o.outcome = 'cancelled' then o.outcome
+        when o.outcome = 'failed' and o.delay_s is null then 'failed'
+        when j.cancel_requested_at is not null and j.request_id is null then 'cancelled'
+        when o.outcome <> 'released' then 'scheduled'
+        when j.releases < max_releases or j.request_id is not null then 'queued'
+        else 'failed' end as status
+    from siding.jobs j join jsonb_to_recordset(outcomes) as o(id bigint, attempt integer,
+      outcome text, result jsonb, error text, delay_s double precision, unsent boolean)
+      on o.id = j.id and o.attempt = j.attempt
+    where j.id = any(named) -- by the primary key, whatever the statistics say
+      and j.worker_id = worker and j.lease_until is not null -- running, see siding.finish
+    order by j.id -- as every statement that locks several jobs does, so that none deadlock
+    for update of j
+  ),
+  ended as (
+    update siding.jobs j set
+      status = m.status,
+      result = m.result,
+      error = case
+        when m.status in ('done', 'cancelled') then null
+        when m.status = 'failed' and m.outcome = 'released' then
+          left(format('given back %s times, the last since %s', j.releases + 1, m.error), 2000)
+        else m.error end,
+      progress = case when m.status = 'done' then 1 else j.progress end,
+      due_at = case when m.status = 'scheduled' then now() + m.delay_s * interval '1 second' else j.due_at end,
+      failures = j.failures + (m.outcome = 'failed')::integer,
+      snoozes = j.snoozes + (m.outcome = 'snoozed')::integer,
+      releases = j.releases + (m.outcome = 'released')::integer,
+      sent_at = case when m.unsent and j.request_id is null then null else j.sent_at end,
+      alone = j.alone and m.outcome = 'released',
+      lease_until = null,
+      -- A final row keeps who had it, so that a repeated write can tell that it had landed.
+      worker_id = case when m.status in ('done', 'failed', 'cancelled') then worker end,
+      claim_token = case when m.status in ('done', 'failed', 'cancelled') then j.claim_token end,
+      finished_at = case when m.status in ('done', 'failed', 'cancelled') then now() end
+    from mine m where j.id = m.id
+    returning j.id, j.status
+  )
+  select array_agg(id), array_agg(id) filter (where status = 'done') into settled, finished from ended;
+
+  if finished is not null then
+    update siding.files f set kept = true
+      from jsonb_to_recordset(outcomes) as o(id bigint, attempt integer)
+      where f.job_id = o.id and f.attempt = o.attempt and f.complete and o.id = any(finished);
+    next_jobs := siding.next_of(outcomes, finished);
+    if next_jobs is not null then
+      perform siding.enqueue(next_jobs);
+    end if;
+  end if;
+
+  return query
+    select unnest(settled)
+    union
+    select j.id from jsonb_to_recordset(outcomes) as o(id bigint, attempt integer, outcome text)
+    join siding.jobs j on j.id = o.id and j.attempt = o.attempt and j.status = o.outcome
+    where j.id = any(named) and j.worker_id = worker and j.status in ('done', 'failed', 'cancelled');
+end $$;
+
+-- The claim of a queue with the claim setting `skip_locked`, and in the same round trip the finish of what
+-- the worker has done meanwhile (`done`, as the arguments of siding.finish; null is nothing).
+--
+-- Rows are found, locked and passed over where others hold them, in the order of the partial index, whose
+-- condition is here word for word; and updated by where they lie: so the plan is the same whatever the
+-- statistics say, fresh or stale, and is made once. A row that was changed between the two is left in line.
+--
+-- `mark`, where given, is a place in line before which nothing is looked for, though not for long: the
+-- entries of jobs claimed before are still in the index, as long as any transaction is older than their
+-- claim, and to pass over them costs more than the claim itself (see docs/scale.md). Jobs of less priority
+-- than the mark's come after it. Whoever has a mark must look without one at least every second, and at
+-- once when this finds fewer than `most`.
+--
+-- `idle`: the worker runs nothing, and the next in line is to run alone (`lone`): it is taken by itself.
+create function siding.claim_skip_locked(queue_name text, kinds text[], most integer, worker uuid, token uuid,
+  lease_s double precision, lone boolean, mark_priority integer, mark_due_at timestamptz, mark_id bigint,
+  done_ids bigint[], done_attempts integer[], done_results jsonb, wait_ms integer,
+  out finished json, out claimed_at timestamptz, out jobs json, out last json)
+language plpgsql
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
+set enable_sort = off as $$
+declare
+  tids tid[] := '{}';
+begin
+  if done_ids is not null then
+    finished := (select json_agg(f::text) from siding.finish(worker, done_ids, done_attempts, done_results, wait_ms) f);
+  end if;
+  perform from siding.queues q where q.name = queue_name and q.claim = 'skip_locked' and not q.paused;
+  if not found or most < 1 then
+    return;
+  end if;
+  if lone then
+    tids := array(select j.ctid from siding.jobs j
+      where j.queue = queue_name and j.status = 'queued' and j.kind = any(kinds) and j.alone
+      order by j.priority desc, j.due_at, j.id limit 1 for update skip locked);
+  elsif mark_id is null then
+    tids := array(select j.ctid from siding.jobs j
+      where j.queue = queue_name and j.status = 'queued' and j.kind = any(kinds) and not j.alone
+      order by j.priority desc, j.due_at, j.id limit most for update skip locked);
+  else
+    tids := array(select j.ctid from siding.jobs j
+      where j.queue = queue_name and j.status = 'queued' and j.kind = any(kinds) and not j.alone
+        and j.priority = mark_priority and (j.due_at, j.id) >= (mark_due_at, mark_id)
+      order by j.priority desc, j.due_at, j.id limit most for update skip locked);
+    if cardinality(tids) < most then
+      tids := tids || array(select j.ctid from siding.jobs j
+        where j.queue = queue_name and j.status = 'queued' and j.kind = any(kinds) and not j.alone
+          and j.priority < mark_priority
+        order by j.priority desc, j.due_at, j.id limit most - cardinality(tids) for update skip locked);
+    end if;
+  end if;
+  with taken as (
+    update siding.jobs j set status = 'running', worker_id = worker, claim_token = token,
+      attempt = j.attempt + 1, claimed_at = now(), lease_until = now() + lease_s * interval '1 second',
+      stage = null, progress = null
+    where j.ctid = any(tids) and j.status = 'queued'
+    returning j.*
+  )
+  select now(),
+    (select json_agg(row_to_json(j)) from (
+      select t.id::text as id, t.kind, t.attempt, t.payload,
+        date_part('epoch', t.claimed_at - t.due_at) * 1000 as wait_ms,
+        -- Most jobs have none of these, and to write them all would be a tenth of the claim.
+        case when num_nonnulls(t.owner, t.price, t.trace_parent, t.request_key) > 0 or t.priority <> 0 or t.alone
+               or t.failures + t.crashes + t.releases + t.snoozes > 0 then
+          json_build_object('owner', t.owner, 'price', t.price::text, 'priority', t.priority,
+            'failures', t.failures, 'crashes', t.crashes, 'releases', t.releases, 'snoozes', t.snoozes,
+            'alone', t.alone, 'trace_parent', t.trace_parent, 'request_key', t.request_key,
+            'request_id', t.request_id) end as more
+      from taken t order by t.priority desc, t.due_at, t.id) j),
+    (select json_build_object('priority', t.priority, 'due_at', t.due_at, 'id', t.id::text)
+     from taken t order by t.priority, t.due_at desc, t.id desc limit 1)
+  into claim_skip_locked.claimed_at, claim_skip_locked.jobs, claim_skip_locked.last;
+end $$;
