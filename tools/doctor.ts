@@ -32,7 +32,7 @@ import { connections, type Places, places, type Pooler, pooler, probed } from ".
 import { claimSettings, dequeues, migrations, pastLease, unserved } from "./doctor/queues.ts";
 import { duration, type Finding, number, percent, Reader } from "./doctor/reader.ts";
 import { autovacuum, bloat, heldXmin } from "./doctor/vacuum.ts";
-import { rise, watch, type Watched, written } from "./doctor/watch.ts";
+import { mean, transactions, watch, type Watched, written } from "./doctor/watch.ts";
 
 /** How long a statement may take with its way there and back; on the server each has less. */
 const REPLY_MS = 10_000;
@@ -98,14 +98,14 @@ export async function examine(
   const db = new Database(url, { max: 1, name: "siding doctor", prepare: false }, REPLY_MS);
   try {
     const reader = new Reader(db);
-    const about = await reader.row<
+    // The first that is sent: an unreachable server or a wrong password shows here.
+    const [about] = await reader.must<
       { database: string; version: string; sees: boolean; role: string }
     >(
-      "the server's version",
       `select current_database() as database, current_setting('server_version') as version,
          pg_has_role(current_user, 'pg_read_all_stats', 'usage') as sees, current_user::text as role`,
     );
-    if (about && !about.sees) {
+    if (!about.sees) {
       reader.skip(
         "what sessions of other roles do, wait for and hold",
         `grant pg_monitor to "${about.role}", and it is seen`,
@@ -127,8 +127,8 @@ export async function examine(
       ...await dequeues(reader),
     ];
     return {
-      database: about?.database ?? "?",
-      server_version: about?.version ?? "?",
+      database: about.database,
+      server_version: about.version,
       watched_s: Number(watched.seconds.toFixed(1)),
       bottleneck: bottleneckOf(items, watched),
       items: items.sort((a, b) => a.severity.localeCompare(b.severity)),
@@ -156,7 +156,7 @@ async function figuresOf(
   taken: Places[],
   way: Pooler | null,
 ): Promise<Figures> {
-  const { before, after, samples, seconds } = watched;
+  const { after } = watched;
   const jobs = await reader.row<NonNullable<Figures["jobs"]> & { workers: number }>(
     "how many jobs there are",
     `select coalesce(sum(scheduled), 0)::integer as scheduled, coalesce(sum(queued), 0)::integer as queued,
@@ -166,17 +166,14 @@ async function figuresOf(
      from "${schema}".counts`,
   );
   const rounded = (value: number) => Number(value.toFixed(3));
-  const mean = (key: "active" | "waiting") =>
-    rounded(samples.reduce((sum, it) => sum + it[key], 0) / Math.max(1, samples.length));
-  const rollbacks = rise(before.rollbacks, after.rollbacks);
-  const transactions = rollbacks + rise(before.commits, after.commits);
+  const { perS, share } = transactions(watched);
   const { rowsPerS, hotShare } = written(watched, "jobs");
   const { workers = null, ...counts } = jobs ?? {};
   return {
-    transactions_per_s: rounded(transactions / seconds),
-    rollback_share: rounded(rollbacks / Math.max(1, transactions)),
-    active_mean: mean("active"),
-    waiting_mean: mean("waiting"),
+    transactions_per_s: rounded(perS),
+    rollback_share: rounded(share),
+    active_mean: rounded(mean(watched, "active")),
+    waiting_mean: rounded(mean(watched, "waiting")),
     connections: taken,
     pooler: way === null
       ? "not tried"

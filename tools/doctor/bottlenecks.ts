@@ -2,7 +2,7 @@
 import { schema } from "../../db.ts";
 import { type Finding, literal, number, percent, plural, type Reader } from "./reader.ts";
 import { duration, megabytes } from "./reader.ts";
-import { rise, type Watched, written } from "./watch.ts";
+import { mean, rise, transactions, type Watched, written } from "./watch.ts";
 
 /** A wait so long is one too many, however few wait. */
 const LONG_WAIT_S = 1;
@@ -11,10 +11,9 @@ const WAITING = 1;
 const WAITING_SHARE = 1 / 3;
 
 /** Waiting for locks: who waits for whom, and which queue's lock. */
-export function lockWaits({ samples, waits }: Watched): Finding[] {
-  const mean = (key: "active" | "waiting") =>
-    samples.reduce((sum, sample) => sum + sample[key], 0) / Math.max(1, samples.length);
-  const [active, waiting] = [mean("active"), mean("waiting")];
+export function lockWaits(watched: Watched): Finding[] {
+  const { samples, waits } = watched;
+  const [active, waiting] = [mean(watched, "active"), mean(watched, "waiting")];
   const longestS = Math.max(0, ...waits.map((wait) => wait.waited_s ?? 0));
   const many = waiting >= WAITING && waiting >= WAITING_SHARE * active;
   if (longestS < LONG_WAIT_S && !many) return [];
@@ -52,10 +51,9 @@ const ROLLBACKS_PER_S = 2;
 const ROLLBACK_SHARE = 0.1;
 
 /** Retrying transactions: rollbacks, and claims at REPEATABLE READ that others were before. */
-export function retries({ before, after, seconds }: Watched): Finding[] {
-  const commits = rise(before.commits, after.commits);
-  const rollbacks = rise(before.rollbacks, after.rollbacks);
-  const share = rollbacks / Math.max(1, commits + rollbacks);
+export function retries(watched: Watched): Finding[] {
+  const { before, after, seconds } = watched;
+  const { commits, rollbacks, share, perS } = transactions(watched);
   if (rollbacks / seconds < ROLLBACKS_PER_S || rollbacks < 3 || share < ROLLBACK_SHARE) return [];
   const claims = Object.fromEntries(
     Object.entries(after.claims).map(([name, count]) => [name, rise(before.claims[name], count)])
@@ -66,7 +64,7 @@ export function retries({ before, after, seconds }: Watched): Finding[] {
     code: "retries",
     severity: share > 0.5 ? "critical" : "warning",
     title: `Retrying transactions: ${number(rollbacks / seconds)} of ` +
-      `${number((commits + rollbacks) / seconds)} transactions a second are rolled back ` +
+      `${number(perS)} transactions a second are rolled back ` +
       `(${percent(share)})`,
     figures: {
       rollbacks_per_s: round(rollbacks / seconds),

@@ -24,6 +24,7 @@ export async function migrations(reader: Reader): Promise<Finding[]> {
   } catch (error) {
     if (isDisconnect(error)) throw error;
     if (!(error instanceof SchemaMismatch)) {
+      reader.own.rollbacks++;
       reader.skip("the migrations", describe(error));
       return [];
     }

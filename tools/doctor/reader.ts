@@ -27,6 +27,8 @@ export const literal = (text: string) => `'${text.replaceAll("'", "''")}'`;
 /** Reads, and notes what could not be read, with the reason: such as a right that the role lacks. */
 export class Reader {
   readonly unread: { what: string; why: string }[] = [];
+  /** Its own transactions, which the server counts with the others. */
+  readonly own = { commits: 0, rollbacks: 0 };
 
   constructor(readonly db: Database) {}
 
@@ -38,19 +40,27 @@ export class Reader {
    */
   async rows<T>(what: string, statement: string): Promise<T[] | null> {
     try {
-      const results = await this.db.run((sql) =>
-        sql.unsafe(
-          `set local statement_timeout = ${LIMIT_MS}; set local lock_timeout = ${LOCK_LIMIT_MS};` +
-            statement,
-        ).simple()
-      ) as unknown as T[][];
-      return Array.from(results[2]);
+      return await this.must(statement);
     } catch (error) {
-      // 57014: it took longer than it may.
       if (isDisconnect(error)) throw error;
       this.skip(what, describe(error));
       return null;
     }
+  }
+
+  /** The rows of a statement without which there is nothing to say. */
+  async must<T>(statement: string): Promise<T[]> {
+    const results = await this.db.run((sql) =>
+      sql.unsafe(
+        `set local statement_timeout = ${LIMIT_MS}; set local lock_timeout = ${LOCK_LIMIT_MS};` +
+          statement,
+      ).simple()
+    ).catch((error) => {
+      this.own.rollbacks++;
+      throw error;
+    }) as unknown as T[][];
+    this.own.commits++;
+    return Array.from(results.at(-1)!);
   }
 
   /** The one row of a statement; null when the server refused it. */

@@ -24,6 +24,8 @@ export interface Counters {
   commits: number;
   rollbacks: number;
   deadlocks: number;
+  /** The doctor's own among them. */
+  own: { commits: number; rollbacks: number };
   /** Of the tables of the queue, by name. Only `live` and `dead` are of the moment. */
   tables: Record<
     string,
@@ -42,6 +44,10 @@ export interface Watched {
   before: Counters;
   after: Counters;
 }
+
+/** Sessions on average over the looks. */
+export const mean = ({ samples }: Watched, key: "active" | "waiting") =>
+  samples.reduce((sum, sample) => sum + sample[key], 0) / Math.max(1, samples.length);
 
 /** Watches for so many seconds, or until `signal` is aborted. */
 export async function watch(
@@ -76,6 +82,17 @@ export async function watch(
 /** How much a counter rose; 0 when it was reset meanwhile. */
 export const rise = (before = 0, after = 0) => Math.max(0, after - before);
 
+/** The transactions of others while they were watched. */
+export function transactions({ before, after, seconds }: Watched) {
+  const commits = rise(before.commits + after.own.commits - before.own.commits, after.commits);
+  // A session is counted up to a second late: its own of before the watch may come in it.
+  const rollbacks = rise(before.rollbacks + after.own.rollbacks, after.rollbacks);
+  return {
+    ...{ commits, rollbacks, share: rollbacks / Math.max(1, commits + rollbacks) },
+    perS: (commits + rollbacks) / seconds,
+  };
+}
+
 /** What happened to one table while it was watched. */
 export function written({ before, after, seconds }: Watched, table: string) {
   const [a, b] = [before.tables[table], after.tables[table]];
@@ -89,7 +106,7 @@ export function written({ before, after, seconds }: Watched, table: string) {
 }
 
 async function counters(reader: Reader): Promise<Counters> {
-  const database = await reader.row<Omit<Counters, "tables" | "claims">>(
+  const database = await reader.row<Omit<Counters, "tables" | "claims" | "own">>(
     "pg_stat_database",
     `select xact_commit::float8 as commits, xact_rollback::float8 as rollbacks,
        deadlocks::float8 as deadlocks
@@ -109,6 +126,7 @@ async function counters(reader: Reader): Promise<Counters> {
   );
   return {
     ...(database ?? { commits: 0, rollbacks: 0, deadlocks: 0 }),
+    own: { ...reader.own },
     tables: tables?.tables ?? {},
     claims: claims?.claims ?? {},
   };
