@@ -177,7 +177,10 @@ const BUSY_ROWS_PER_S = 100;
 /** Which of the three the database is at, if it is at one: the earlier hides the later. */
 export function bottleneckOf(items: Finding[], watched: Watched): Bottleneck | null {
   const has = (code: string) => items.some((item) => item.code === code);
-  if (has("lock_waits")) return "locks";
+  // Who is to be undone at REPEATABLE READ first waits for the row of whoever was first.
+  const undone = has("retries") &&
+    watched.waits.every(({ queue, waited_s }) => queue === null && (waited_s ?? 0) < LONG_WAIT_S);
+  if (has("lock_waits") && !undone) return "locks";
   if (has("retries") || has("deadlocks")) return "retries";
   const busy = written(watched, "jobs").rowsPerS >= BUSY_ROWS_PER_S;
   return has("unread_index") && busy ? "indexes" : null;
