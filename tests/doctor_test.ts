@@ -5,7 +5,7 @@ import { installedPostgres, startPostgres } from "../dev/postgres.ts";
 import { migrate } from "../migrate.ts";
 import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
-import { examine, type Report } from "../tools/doctor.ts";
+import { examine, type Report, textOf } from "../tools/doctor.ts";
 import { picksUnskipped } from "../tools/doctor/queues.ts";
 import { databaseTest, emptyDatabase, testDatabase, waitFor } from "./database.ts";
 import { runScript, startWorker } from "./processes.ts";
@@ -51,6 +51,15 @@ const doctor = (url: string, ...args: string[]) =>
 /** Makes the server count what the statements before did, which it does once a second. */
 const counted = (sql: Pool) => sql`select pg_stat_force_next_flush()`;
 
+/** Waits until a doctor that was started has begun to watch. */
+const watching = (sql: Pool) =>
+  waitFor(
+    async () =>
+      (await sql`select from pg_stat_activity where datname = current_database()
+        and application_name = 'siding doctor' and query like '%wait_event_type%'`).length,
+    "the doctor to watch",
+  );
+
 /** Puts `count` jobs in, in whatever state and time. */
 const insertJobs = (sql: Pool, count: number, finishedAgoS = 3600, payload = "{}") =>
   sql`
@@ -79,14 +88,15 @@ Deno.test("a busy queue that is well has no finding, with pg_stat_statements loo
       await waitFor(
         async () =>
           (await sql`select count(*)::integer as n from ${sql(schema)}.jobs
-                     where status = 'done'`)[0].n > 300,
+                     where status = 'done'`)[0].n > 100,
         "jobs to be done",
+        { timeoutMs: 60_000 },
       );
-      const { code, stdout, stderr } = await doctor(url, "--watch-s", "2");
-      assertEquals(code, 0, stdout + stderr);
-      assertMatch(stdout, /^busy on PostgreSQL 18.*\nIt is well\. It is at none/);
-      assertMatch(stdout, /\n {2,}|2 workers alive/);
-      assert(!stdout.includes("Could not be read"), stdout);
+      const report = await examine(url, { ...options, watchS: 2 });
+      assertEquals([report.items, report.unread, report.bottleneck], [[], [], null]);
+      assert(report.figures.transactions_per_s > 10, "it was busy");
+      assertEquals(report.figures.workers, 2);
+      assertMatch(textOf(report), /^busy on PostgreSQL 18.*\nIt is well\. It is at none/);
     } finally {
       over.abort();
       await churn;
@@ -97,10 +107,11 @@ Deno.test("a busy queue that is well has no finding, with pg_stat_statements loo
 databaseTest("who waits for whom is told, and for which queue's lock", async (sql, url) => {
   await queue.setQueue(sql, "turns", { claim: "lock" });
   const other = connect(url, { max: 1, name: "the waiter" });
+  let waiter: Promise<unknown> = Promise.resolve();
   try {
     await withQueueLock(sql, "turns", async (tx) => {
       const [{ pid }] = await tx`select pg_backend_pid() as pid`;
-      const waiter = other`select ${other(schema)}.lock_queue('turns')`.execute();
+      waiter = other`select ${other(schema)}.lock_queue('turns')`.execute();
       await waitFor(
         async () =>
           (await sql`select from pg_locks where not granted
@@ -114,13 +125,11 @@ databaseTest("who waits for whom is told, and for which queue's lock", async (sq
       assertEquals([wait.name, wait.holders[0].pid], ["the waiter", pid]);
       assertStringIncludes(title, 'the lock of queue "turns"');
       assertStringIncludes(remedy, 'queue "turns"');
-      const shown = await doctor(url, "--watch-s", "1");
-      assertEquals(shown.code, 1);
-      assertStringIncludes(shown.stdout, "first of a queue's three bottlenecks");
-      assertStringIncludes(shown.stdout, "name the waiter");
-      tx`select 1`.catch(() => {});
-      return waiter.cancel();
-    }).catch(() => {});
+      const shown = textOf(report);
+      assertStringIncludes(shown, "first of a queue's three bottlenecks");
+      assertStringIncludes(shown, "name the waiter");
+    }, 60);
+    await waiter;
   } finally {
     await other.end({ timeout: 1 });
   }
@@ -163,12 +172,14 @@ databaseTest(
     await queue.setQueue(sql, "strict", { claim: "repeatable_read", max_running: 1000 });
     const pools = Array.from({ length: 6 }, () => connect(url, { max: 1, prepare: false }));
     const over = new AbortController();
+    // As queue.claim does it, but with some time between the snapshot and the change of the queue's row.
     const claims = pools.map(async (pool) => {
-      const worker = await processes.register(pool, { role: "worker", name: "w", version: "0" });
       while (!over.signal.aborted) {
-        const token = crypto.randomUUID();
-        const claim = { worker, kinds: ["echo"], most: 1, leaseS: 60, token };
-        await queue.claim(pool, { queue: "strict", claim: "repeatable_read" }, claim);
+        await pool.unsafe(
+          `set transaction isolation level repeatable read; select pg_sleep(0.01);
+         select from "${schema}".claim_repeatable_read('strict', '{echo}', 1, gen_random_uuid(),
+           gen_random_uuid(), 60)`,
+        ).simple().catch((error) => assertEquals(error.code, "40001"));
       }
     });
     try {
@@ -194,12 +205,7 @@ databaseTest("a deadlock is told", async (sql, url) => {
   await queue.setQueue(sql, "b");
   const done = new AbortController();
   const report = examine(url, { ...options, watchS: 30 }, done.signal);
-  await waitFor(
-    async () =>
-      (await sql`select from pg_stat_activity where datname = current_database()
-      and application_name = 'siding doctor' and query like '%wait_event_type%'`).length,
-    "the doctor to watch",
-  );
+  await watching(sql);
   const arrived = Promise.withResolvers<void>();
   let there = 0;
   const lockBoth = async (first: string, second: string) => {
@@ -357,7 +363,9 @@ Deno.test({
         );
         await sql.unsafe(`do $$ begin for i in 1..10100 loop
           perform pg_current_xact_id(); commit; end loop; end $$`);
-        const slot = one(await glance(primary.url), "xmin_held");
+        const report = await glance(primary.url);
+        assertEquals(report.unread, [], "an older server tells all of it, too");
+        const slot = one(report, "xmin_held");
         assertEquals([slot.figures.holder, slot.figures.name], ["replication_slot", "feed"]);
         assertStringIncludes(slot.remedy, "pg_drop_replication_slot('feed')");
         // Without its slot the standby says it by the connection; the slot keeps what it had.
@@ -488,7 +496,6 @@ default_pool_size = 5
   await waitFor(() => log.includes("process up"), "PgBouncer to start");
   return {
     url: pooled.href,
-    version: log.match(/version (\d+)\.(\d+)|PgBouncer (\d+)\.(\d+)/)?.slice(1).filter(Boolean),
     async [Symbol.asyncDispose]() {
       child.kill("SIGKILL");
       await child.status;
@@ -662,17 +669,20 @@ databaseTest(
 );
 
 databaseTest("its exit codes and its JSON", async (sql, url) => {
-  const text = await doctor(url, "--watch-s", "1");
+  const [text, usage, gone] = await Promise.all([
+    doctor(url, "--watch-s", "1"),
+    doctor(url, "--watch-s", "0"),
+    doctor("postgres://nobody:hush@127.0.0.1:1/none"),
+  ]);
   assertEquals([text.code, text.stderr], [0, ""]);
+  assertStringIncludes(text.stdout, "It is well.");
+  assertEquals(usage.code, 2);
+  assertStringIncludes(usage.stderr, '--watch-s is "0"');
+  assertEquals(gone.code, 3);
+  assert(!gone.stderr.includes("hush"), gone.stderr);
   await sql`alter table ${sql(schema)}.looks set (autovacuum_enabled = off)`;
   const json = await doctor(url, "--watch-s", "1", "--json");
   const report: Report = JSON.parse(json.stdout);
   assertEquals([json.code, report.items[0].code], [1, "autovacuum_off"]);
   assertEquals(Object.keys(report.items[0]), ["code", "severity", "title", "figures", "remedy"]);
-  const usage = await doctor(url, "--watch-s", "0");
-  assertEquals(usage.code, 2);
-  assertStringIncludes(usage.stderr, '--watch-s is "0"');
-  const gone = await doctor("postgres://nobody:hush@127.0.0.1:1/none");
-  assertEquals(gone.code, 3);
-  assert(!gone.stderr.includes("hush"), gone.stderr);
 });

@@ -198,7 +198,8 @@ const BOTTLENECKS: Record<Bottleneck, string> = {
     "It is at the third of a queue's three bottlenecks: it keeps up indexes that nobody reads.",
 };
 
-function textOf(report: Report): string {
+/** A report as people read it. */
+export function textOf(report: Report): string {
   const { items, bottleneck, unread } = report;
   const verdict = items.length === 0
     ? paint("32", "It is well.")

@@ -73,8 +73,11 @@ export async function probe(url: string): Promise<Pooler> {
   const pids = new Set<number>();
   const stop = new AbortController();
   const ask = async () => {
-    const [{ pid }] = await one`select pg_backend_pid() as pid, ${"probe"}::text as probe`;
-    pids.add(pid);
+    const query = one`select pg_backend_pid() as pid, ${"probe"}::text as probe`;
+    pids.add((await query)[0].pid);
+    // The driver prepares once more, by itself, and only fails when that one is not there either.
+    const { retried } = query as unknown as { retried?: Error | null };
+    if (retried) throw retried;
   };
   const tried = (async (): Promise<Pooler> => {
     try {

@@ -1,7 +1,15 @@
 /** The queue's own rows: leases that ran out, claim settings, what nobody works, migrations, others' dequeues. */
 import { checkSchema, CODE_MIGRATION, describe, isDisconnect } from "../../db.ts";
 import { schema, SchemaMismatch } from "../../db.ts";
-import { duration, type Finding, number, plural, type Reader, shortened } from "./reader.ts";
+import {
+  duration,
+  type Finding,
+  literal,
+  number,
+  plural,
+  type Reader,
+  shortened,
+} from "./reader.ts";
 import type { Watched } from "./watch.ts";
 
 /** A process not seen for so long is gone: three heartbeats. */
@@ -82,15 +90,17 @@ interface QueueRow {
   workers: number;
   waits: boolean;
   finished: number;
+  /** Since the watch began. */
+  seconds: number;
 }
 
 /** Queues whose claim setting does not fit their limits, or who claims. */
-export async function claimSettings(reader: Reader, { seconds }: Watched): Promise<Finding[]> {
+export async function claimSettings(reader: Reader, { since }: Watched): Promise<Finding[]> {
   const rows = await reader.rows<QueueRow>(
     "the queues' settings",
     `with finished as materialized (
        select queue from "${schema}".jobs where status in ('done', 'failed', 'cancelled')
-         and finished_at > now() - ${seconds} * interval '1 second' limit ${MOST_FINISHED}
+         and finished_at > ${literal(since)} limit ${MOST_FINISHED}
      )
      select q.name, q.claim, q.max_running,
        (select count(*)::integer from "${schema}".processes p
@@ -98,13 +108,14 @@ export async function claimSettings(reader: Reader, { seconds }: Watched): Promi
           and (p.queues is null or q.name = any(p.queues))) as workers,
        exists (select from "${schema}".jobs j
                where j.queue = q.name and j.status = 'queued') as waits,
-       (select count(*)::integer from finished f where f.queue = q.name) as finished
+       (select count(*)::integer from finished f where f.queue = q.name) as finished,
+       extract(epoch from now() - ${literal(since)}::timestamptz)::float8 as seconds
      from "${schema}".queues q where q.claim <> 'skip_locked' and not q.paused
      order by 1 limit 1000`,
   );
   return (rows ?? []).flatMap((row) => {
     const { name, claim, max_running, workers, waits } = row;
-    const jobsPerS = Number((row.finished / seconds).toFixed(1));
+    const jobsPerS = Number((row.finished / row.seconds).toFixed(1));
     const figures = { queue: name, claim, max_running, workers, jobs_per_s: jobsPerS };
     if (max_running === null && jobsPerS >= JOBS_PER_S) {
       return [{
@@ -174,7 +185,8 @@ export function picksUnskipped(statement: string): boolean {
   const limited = /\b(limit|fetch (first|next))\b/;
   if (/\bfor (no key )?update\b/.test(text) && limited.test(text)) return true;
   // update … where id = (select … limit …), and delete … returning in the same way
-  const chosen = /\bwhere\b.*(=|\bin|\bany) ?\(+ ?select\b.*\b(limit|fetch (first|next))\b/;
+  const chosen =
+    /\bwhere\b.*(=|\bin|\bany) ?(\( ?)+(array ?\( ?)?select\b.*\b(limit|fetch (first|next))\b/;
   // with next as (select … limit …) update … from next
   const named = /^ ?with\b.*\(\s*select\b.*\b(limit|fetch (first|next))\b.*\) ?(update|delete)\b/;
   const deletes = /\bdelete from\b/.test(text);

@@ -37,6 +37,8 @@ export interface Counters {
 
 export interface Watched {
   seconds: number;
+  /** When it began, by the database's clock. */
+  since: string;
   /** At each look: sessions of this database that were at work, and those of them that waited for a lock. */
   samples: { active: number; waiting: number }[];
   /** Each session that waited, at its longest. */
@@ -57,6 +59,7 @@ export async function watch(
 ): Promise<Watched> {
   const stepMs = Math.max(SAMPLE_MS, seconds * 1000 / MOST_SAMPLES);
   const before = await counters(reader);
+  const [{ since }] = await reader.must<{ since: string }>("select now()::text as since");
   const startMs = performance.now();
   const samples: Watched["samples"] = [];
   const waits = new Map<number, Wait>();
@@ -73,10 +76,11 @@ export async function watch(
     if (performance.now() - startMs + stepMs > seconds * 1000) break;
     await pause(stepMs, signal);
   }
-  await pause(seconds * 1000 - (performance.now() - startMs), signal);
+  await pause(Math.max(0, seconds * 1000 - (performance.now() - startMs)), signal);
   const after = await counters(reader);
   const longest = [...waits.values()].sort((a, b) => (b.waited_s ?? 0) - (a.waited_s ?? 0));
-  return { seconds: (performance.now() - startMs) / 1000, samples, waits: longest, before, after };
+  const watchedS = (performance.now() - startMs) / 1000;
+  return { seconds: watchedS, since, samples, waits: longest, before, after };
 }
 
 /** How much a counter rose; 0 when it was reset meanwhile. */
