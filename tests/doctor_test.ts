@@ -136,32 +136,36 @@ databaseTest("who waits for whom is told, and for which queue's lock", async (sq
 });
 
 databaseTest(
-  "a row that others wait for is told, without the values of statements",
+  "rows and tables that others wait for are told, without the values of statements",
   async (sql, url) => {
-    const other = connect(url, { max: 1 });
-    const change = "update queues set max_waiting = 5 where name = 'default' and 'secret' <> ''"
-      .replace("queues", `"${schema}".queues`);
-    let waiter: Promise<unknown> = Promise.resolve();
+    const others = connect(url, { max: 2 });
+    const change = `update "${schema}".queues set paused = false where name <> 'secret'`;
+    let waiters: Promise<unknown>[] = [];
     try {
       await sql.begin(async (tx) => {
         await tx.unsafe(change);
-        waiter = other.unsafe(change).execute();
+        await tx`lock table ${tx(schema)}.jobs in access exclusive mode`;
+        waiters = [others.unsafe(change).execute(), queue.get(others, ["1"])];
         await waitFor(
           async () =>
             (await sql`select from pg_stat_activity where wait_event_type = 'Lock'
-          and datname = current_database()`).length,
-          "somebody to wait",
+              and datname = current_database()`).length === 2,
+          "both to wait",
         );
         const report = await examine(url, options);
-        assertStringIncludes(
-          one(report, "lock_waits").title,
+        const waits = one(report, "lock_waits").figures.waits as { lock: string }[];
+        assertEquals(waits.map(({ lock }) => lock).sort(), [
           "a row that another transaction changed",
-        );
+          `table ${schema}.jobs (AccessShareLock)`,
+        ]);
         assert(!JSON.stringify(report).includes("secret"), "a value is shown");
+        // It does not wait itself.
+        const { why } = report.unread.find(({ what }) => what === "jobs past their lease")!;
+        assertStringIncludes(why, "lock timeout");
       });
-      await waiter;
+      await Promise.all(waiters);
     } finally {
-      await other.end({ timeout: 1 });
+      await others.end({ timeout: 1 });
     }
   },
 );

@@ -30,7 +30,7 @@ import {
 } from "./doctor/bottlenecks.ts";
 import { connections, type Places, places, type Pooler, pooler, probed } from "./doctor/pooler.ts";
 import { claimSettings, dequeues, migrations, pastLease, unserved } from "./doctor/queues.ts";
-import { duration, type Finding, number, percent, Reader } from "./doctor/reader.ts";
+import { duration, type Finding, number, percent, plural, Reader } from "./doctor/reader.ts";
 import { autovacuum, bloat, heldXmin } from "./doctor/vacuum.ts";
 import { mean, transactions, watch, type Watched, written } from "./doctor/watch.ts";
 
@@ -257,7 +257,7 @@ function figuresText(it: Figures): string[] {
   const jobs = it.jobs &&
     Object.entries(it.jobs).map(([state, count]) => `${number(count)} ${state}`);
   const rows = [
-    ["jobs", jobs ? `${jobs.join(", ")}; ${number(it.workers ?? 0)} workers alive` : "not read"],
+    ["jobs", jobs ? `${jobs.join(", ")}; ${plural(it.workers ?? 0, "worker")} alive` : "not read"],
     [
       "table jobs",
       `${number(it.live_rows)} rows and ${number(it.dead_rows)} dead ones, ` +

@@ -20,7 +20,7 @@ export interface Finding {
 
 const LIMIT_MS = 3000;
 /** How long it waits for a lock; a table that somebody changes just now could not be read. */
-const LOCK_LIMIT_MS = 200;
+const LOCK_LIMIT_MS = 100;
 
 export const literal = (text: string) => `'${text.replaceAll("'", "''")}'`;
 
