@@ -127,7 +127,7 @@ databaseTest("who waits for whom is told, and for which queue's lock", async (sq
       assertStringIncludes(remedy, 'queue "turns"');
       const shown = textOf(report);
       assertStringIncludes(shown, "first of a queue's three bottlenecks");
-      assertStringIncludes(shown, "name the waiter");
+      assertStringIncludes(shown, "(the waiter) waits");
     }, 60);
     await waiter;
   } finally {

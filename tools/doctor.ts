@@ -27,12 +27,13 @@ import {
   lockWaits,
   retries,
   unreadIndexes,
+  waitsText,
 } from "./doctor/bottlenecks.ts";
 import { connections, type Places, places, type Pooler, pooler, probed } from "./doctor/pooler.ts";
 import { claimSettings, dequeues, migrations, pastLease, unserved } from "./doctor/queues.ts";
 import { duration, type Finding, number, percent, plural, Reader } from "./doctor/reader.ts";
 import { autovacuum, bloat, heldXmin } from "./doctor/vacuum.ts";
-import { mean, transactions, watch, type Watched, written } from "./doctor/watch.ts";
+import { mean, transactions, type Wait, watch, type Watched, written } from "./doctor/watch.ts";
 
 /** How long a statement may take with its way there and back; on the server each has less. */
 const REPLY_MS = 10_000;
@@ -225,30 +226,21 @@ const paint = (code: string, text: string) =>
 
 function findingText({ code, severity, title, figures, remedy }: Finding): string[] {
   const [mark, color] = severity === "critical" ? ["!!", "31"] : ["! ", "33"];
-  const shown = (value: unknown): string =>
-    typeof value === "number"
+  const shown = (key: string, value: unknown): string =>
+    typeof value === "number" && key !== "pid"
       ? number(value)
       : Array.isArray(value)
-      ? value.map(shown).join("; ")
+      ? value.join(", ")
       : typeof value === "object" && value !== null
-      ? pairs(value as Record<string, unknown>)
-      : String(value);
-  const pairs = (record: Record<string, unknown>) =>
-    Object.entries(record).filter(([, value]) => shown(value) !== "" && value !== null)
-      .map(([key, value]) => `${key.replaceAll("_", " ")} ${shown(value)}`).join(", ");
-  // A list of things has a line for each.
-  const lists = Object.values(figures).flatMap((value) =>
-    Array.isArray(value) ? value.filter((it) => typeof it === "object") : []
-  ) as Record<string, unknown>[];
-  const plain = Object.fromEntries(
-    Object.entries(figures).filter(([, value]) =>
-      !Array.isArray(value) || value.some((it) => typeof it !== "object")
-    ),
-  );
+      ? Object.entries(value).map(([name, it]) => `${name} ${shown(name, it)}`).join(", ")
+      : String(value ?? "");
+  const { waits, ...rest } = figures;
+  const pairs = Object.entries(rest).map(([key, value]) => [key, shown(key, value)])
+    .filter(([, text]) => text !== "").map(([key, text]) => `${key.replaceAll("_", " ")} ${text}`);
   return [
     `${paint(color, mark)} ${paint("1", title)}  [${code}]`,
-    `   ${pairs(plain)}`,
-    ...lists.map((it) => `   - ${pairs(it)}`),
+    `   ${pairs.join(", ")}`,
+    ...waitsText((waits ?? []) as Wait[]).map((line) => `   ${line}`),
     `   ${paint("36", "What to do:")} ${remedy}`,
   ];
 }

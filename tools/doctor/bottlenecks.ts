@@ -2,7 +2,7 @@
 import { schema } from "../../db.ts";
 import { type Finding, literal, number, percent, plural, type Reader } from "./reader.ts";
 import { duration, megabytes } from "./reader.ts";
-import { mean, rise, transactions, type Watched, written } from "./watch.ts";
+import { mean, rise, transactions, type Wait, type Watched, written } from "./watch.ts";
 
 /** A wait so long is one too many, however few wait. */
 const LONG_WAIT_S = 1;
@@ -17,6 +17,9 @@ export function lockWaits(watched: Watched): Finding[] {
   const longestS = Math.max(0, ...waits.map((wait) => wait.waited_s ?? 0));
   const many = waiting >= WAITING && waiting >= WAITING_SHARE * active;
   if (longestS < LONG_WAIT_S && !many) return [];
+  const asleep = waits.flatMap(({ holders }) => holders)
+    .find(({ state }) => state?.startsWith("idle in transaction"));
+  const idle = asleep ? `Process ${asleep.pid} holds it and does nothing: see why. ` : "";
   const queues = [...new Set(waits.flatMap(({ queue }) => queue ?? []))];
   return [{
     code: "lock_waits",
@@ -30,19 +33,30 @@ export function lockWaits(watched: Watched): Finding[] {
       waiting_mean: round(waiting),
       longest_wait_s: round(longestS),
       queues,
-      waits: waits.slice(0, 10).map(({ pid, name, query, waited_s, lock, holders }) => ({
-        ...{ pid, name, query, lock, waited_s: waited_s === null ? null : round(waited_s) },
-        holders,
+      waits: waits.slice(0, 10).map((wait) => ({
+        ...wait,
+        waited_s: wait.waited_s === null ? null : round(wait.waited_s),
       })),
     },
-    remedy: queues.length > 0
-      ? `Claims of ${queues.map((name) => `queue "${name}"`).join(", ")} take turns. ` +
-        "If it has no max_running, claim it by skip_locked; else claim more jobs at a time " +
-        "(--concurrency) with fewer workers, and keep what else takes its lock (withQueueLock) short."
-      : "Look at who holds the lock: end a transaction that was left open " +
-        "(pg_terminate_backend), keep transactions short, give changes of tables a lock_timeout.",
+    remedy: idle +
+      (queues.length > 0
+        ? `Claims of ${queues.map((name) => `queue "${name}"`).join(", ")} take turns. ` +
+          "If it has no max_running, claim it by skip_locked; else claim more jobs at a time " +
+          "(--concurrency) with fewer workers, and keep what else takes its lock (withQueueLock) short."
+        : "Look at who holds the lock: end a transaction that was left open " +
+          "(pg_terminate_backend), keep transactions short, give changes of tables a lock_timeout."),
   }];
 }
+
+/** Who waits for whom, a line each. */
+export const waitsText = (waits: Wait[]): string[] =>
+  waits.flatMap(({ pid, name, query, waited_s, lock, holders }) => [
+    `- process ${pid}${name ? ` (${name})` : ""} waits` +
+    `${waited_s === null ? "" : ` ${duration(waited_s)}`} for ${lock}: ${query}`,
+    ...holders.map((it) =>
+      `    behind process ${it.pid}${it.name ? ` (${it.name})` : ""}, ${it.state}: ${it.query}`
+    ),
+  ]);
 
 const round = (value: number) => Number(value.toFixed(3));
 

@@ -77,7 +77,10 @@ export class Reader {
 /** A statement in a line, without the values in it, which are nobody's business. */
 export function shortened(query: string | null, most = 160): string | null {
   if (query === null) return null;
-  const line = query.replace(/'(?:[^']|'')*'/g, "'…'").replace(/\s+/g, " ").trim();
+  const line = query.replace(/'(?:[^']|'')*'/g, "'…'").replace(/\s+/g, " ").trim()
+    .replace(/\bextract ?\([^()]*\)/gi, "extract(…)")
+    // Where the rows come from tells more than a long list of columns.
+    .replace(/\bselect (?:(?! from ).){60,}? from /gi, "select … from ");
   return line.length > most ? `${line.slice(0, most - 1)}…` : line;
 }
 
