@@ -15,7 +15,6 @@ const own = await startPostgres({
   settings: {
     shared_preload_libraries: "pg_stat_statements",
     max_prepared_transactions: "4",
-    autovacuum_naptime: "1",
   },
 });
 
@@ -323,7 +322,7 @@ const binDir = installedPostgres().map((it) => it.binDir).find((folder) => {
 
 /** A standby of `primary` by a slot, with feedback. */
 async function startStandby(primary: Awaited<ReturnType<typeof startPostgres>>) {
-  const home = await Deno.makeTempDir({ dir: "/tmp", prefix: "siding-standby-" });
+  const home = await Deno.makeTempDir({ prefix: "siding-standby-" });
   const { uid, gid } = await Deno.stat(primary.dataDir);
   const user = Deno.uid() === 0 ? { uid: uid!, gid: gid! } : {};
   if (Deno.uid() === 0) await Deno.chown(home, uid!, gid!);
@@ -415,6 +414,8 @@ databaseTest(
 
 Deno.test("an autovacuum that does not come is told; and one that the server has off", async () => {
   await onOwn("behind", async (sql, url) => {
+    await sql`alter system set autovacuum_naptime = 1`;
+    await sql`select pg_reload_conf()`;
     await sql.begin(async (tx) => {
       // What keeps it away, as the change of a table that was left open would.
       await tx`lock table ${tx(schema)}.jobs in share update exclusive mode`;
@@ -442,7 +443,7 @@ Deno.test("an autovacuum that does not come is told; and one that the server has
         "the doctor to see that it is off",
       );
     } finally {
-      await sql`alter system reset autovacuum`;
+      await sql`alter system reset all`;
       await sql`select pg_reload_conf()`;
     }
   });

@@ -4,10 +4,10 @@ import { type Finding, literal, number, percent, plural, type Reader } from "./r
 import { duration, megabytes } from "./reader.ts";
 import { mean, rise, transactions, type Wait, type Watched, written } from "./watch.ts";
 
-/** A wait so long is one too many, however few wait. */
-const LONG_WAIT_S = 1;
+/** A wait so long is one too many, however few wait. Claims give up after 1 s, and come again. */
+const LONG_WAIT_S = 2;
 /** Or this many wait on average, and are such a share of those at work. */
-const WAITING = 1;
+const WAITING = 0.5;
 const WAITING_SHARE = 1 / 3;
 
 /** Waiting for locks: who waits for whom, and which queue's lock. */

@@ -55,7 +55,7 @@ export async function heldXmin(
        greatest(age(backend_xmin), age(backend_xid)) as xids, state, query
      from pg_stat_activity
      where datname = current_database() and pid <> pg_backend_pid()
-       and backend_type <> 'walsender' and coalesce(backend_xmin, backend_xid) is not null
+       and backend_type not in ('walsender', 'autovacuum worker') and coalesce(backend_xmin, backend_xid) is not null
        and query !~* '^\\s*vacuum' and xact_start < now() - ${heldS} * interval '1 second'
      union all
      select 'prepared_transaction', gid, null, extract(epoch from now() - prepared)::float8,
