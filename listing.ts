@@ -152,6 +152,9 @@ export interface QueueStatus {
   max_running: number | null;
   max_waiting: number | null;
   max_per_owner: number | null;
+  fair: boolean;
+  rate_limit: number | null;
+  rate_period_s: number | null;
   scheduled: number;
   queued: number;
   running: number;
@@ -180,6 +183,7 @@ export const queueStatus = (sql: Sql): Promise<QueueStatus[]> =>
       from few group by queue
     )
     select q.name, q.paused, q.claim, q.max_running, q.max_waiting, q.max_per_owner,
+      q.fair, q.rate_limit, q.rate_period_s,
       coalesce(c.scheduled, 0) as scheduled, line.queued, coalesce(c.running, 0) as running,
       coalesce(c.review, 0) as review, line.oldest_wait_s
     from (select * from ${sql(schema)}.queues order by name limit ${MAX_QUEUES}) q

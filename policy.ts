@@ -15,6 +15,8 @@ export interface Work {
   paused: boolean;
   /** The queue's limit across all of its kinds and pools. */
   max_running: number | null;
+  /** What its rate limit lets start now; null: it has none. */
+  rate_room: number | null;
   /** Whether a worker of this pool that reports claims them. */
   served: boolean;
   queued: number;
@@ -269,7 +271,7 @@ interface Claimable {
 }
 
 /**
- * What of the line counts: not what is paused, beyond its queue's limit, or of a kind that no
+ * What of the line counts: not what is paused, beyond its queue's limits, or of a kind that no
  * worker serves. What runs counts always.
  */
 function claimable({ work: rows, workers }: NonNullable<Look["queue"]>): Claimable {
@@ -277,6 +279,9 @@ function claimable({ work: rows, workers }: NonNullable<Look["queue"]>): Claimab
   for (const row of rows) {
     const limit = room.get(row.queue) ?? (row.paused ? 0 : row.max_running ?? Infinity);
     room.set(row.queue, limit - row.running);
+  }
+  for (const { queue, rate_room } of rows) {
+    room.set(queue, Math.min(room.get(queue)!, rate_room ?? Infinity));
   }
   const all = { waiting: 0, running: 0, unsure: 0, stuck: 0, oldestWaitS: 0 };
   let leftS: number | null = 0;

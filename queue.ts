@@ -172,9 +172,18 @@ export interface Place {
   id: string;
 }
 
+/** What {@linkcode look} saw. */
+export interface Look {
+  ready: Ready[];
+  /** Whether a scheduled job has fallen due. */
+  promotable: boolean;
+  /** Milliseconds until a queue that its rate limit holds back has room; null: none is held. */
+  opens_ms: number | null;
+}
+
 /**
  * Whether anything is due, without a lock and without a mark: the queues a worker may claim from
- * now, the one with the next job in line first, and whether a scheduled job has fallen due.
+ * now, the one with the next job in line first.
  *
  * @param queues the queues to look at; null is all
  */
@@ -182,8 +191,8 @@ export async function look(
   sql: Sql,
   queues: readonly string[] | null,
   kinds: readonly string[],
-): Promise<{ ready: Ready[]; promotable: boolean }> {
-  const [row] = await sql<{ ready: Ready[]; promotable: boolean }[]>`
+): Promise<Look> {
+  const [row] = await sql<Look[]>`
     select * from ${s(sql)}.look(${queues && names(queues)}::text[], ${names(kinds)}::text[])`;
   return row;
 }
@@ -548,13 +557,21 @@ export interface Count {
 export const counts = (sql: Sql): Promise<Count[]> =>
   list(sql<Count[]>`select * from ${s(sql)}.counts order by queue, kind`);
 
-/** A queue's settings; null lifts a limit. A `max_running` needs claims in turns: `lock`, unless told. */
+/**
+ * A queue's settings; null lifts a limit. A `max_running`, a `rate_limit` and `fair` need claims in
+ * turns: `lock`, unless told.
+ */
 export interface QueueSettings {
   paused?: boolean;
   claim?: "skip_locked" | "lock" | "repeatable_read";
   max_running?: number | null;
   max_waiting?: number | null;
   max_per_owner?: number | null;
+  /** Owners take turns, one job each, and priority orders the jobs of one owner. */
+  fair?: boolean;
+  /** At most so many starts, retries too, in any period of `rate_period_s` seconds: both or neither. */
+  rate_limit?: number | null;
+  rate_period_s?: number | null;
 }
 
 /** Creates a queue, or changes those of its settings that are given. */

@@ -160,31 +160,6 @@ create trigger keep_queue before delete on siding.queues
 create trigger keep_queue_name before update of name on siding.queues
   for each row when (old.name <> new.name) execute function siding.keep_queue();
 
--- Creates a queue, or changes those of its settings that the JSON object names; null lifts a limit.
--- With a max_running, a queue that skips locks changes to claims in turns.
-create function siding.set_queue(queue text, settings jsonb) returns void language plpgsql as $$
-declare
-  unknown text := (select string_agg(k, ', ') from jsonb_object_keys(settings) k
-    where k not in ('paused', 'claim', 'max_running', 'max_waiting', 'max_per_owner'));
-begin
-  if unknown is not null then
-    raise exception 'a queue has no setting %', unknown using errcode = 'SD422';
-  end if;
-  insert into siding.queues (name) values (queue) on conflict do nothing;
-  update siding.queues q set
-    paused = coalesce((settings ->> 'paused')::boolean, q.paused),
-    claim = coalesce(settings ->> 'claim', case
-      when settings ->> 'max_running' is not null and q.claim = 'skip_locked' then 'lock'
-      else q.claim end),
-    max_running = case when settings ? 'max_running'
-      then (settings ->> 'max_running')::integer else q.max_running end,
-    max_waiting = case when settings ? 'max_waiting'
-      then (settings ->> 'max_waiting')::integer else q.max_waiting end,
-    max_per_owner = case when settings ? 'max_per_owner'
-      then (settings ->> 'max_per_owner')::integer else q.max_per_owner end
-  where q.name = queue;
-end $$;
-
 -- The lock of queues that claim by `lock`, held until commit. A team's own statements may take it too.
 create function siding.lock_queue(queue text) returns void language sql as $$
   select pg_advisory_xact_lock(hashtextextended('siding.' || queue, 0));
@@ -221,51 +196,6 @@ begin
     raise exception 'queue "%" counts its jobs, which needs READ COMMITTED, not %',
       queue, upper(current_setting('transaction_isolation')) using errcode = 'SD409';
   end if;
-end $$;
-
--- Refuses a batch that went over a limit; its rows go with the error. Counting after the insert
--- leaves out what a unique key turned away, and sees the whole batch.
-create function siding.check_limits(jobs jsonb, fresh bigint[]) returns void language plpgsql as $$
-declare
-  target record;
-  waiting bigint;
-begin
-  for target in
-    select distinct q.* from siding.queues q
-    where (q.max_waiting is not null or q.max_per_owner is not null)
-      and q.name in (select coalesce(r.queue, 'default')
-                     from jsonb_to_recordset(jobs) as r(queue text))
-      and exists (select from siding.jobs j where j.id = any(fresh) and j.queue = q.name)
-  loop
-    -- Approximate: batches under way are not seen. Exact would make all enqueues take turns.
-    select count(*) into waiting from (
-      (select from siding.jobs j where j.queue = target.name and j.status = 'queued'
-       limit target.max_waiting + 1)
-      union all
-      (select from siding.jobs j where j.queue = target.name and j.status = 'scheduled'
-       limit target.max_waiting + 1)) bounded;
-    if waiting > target.max_waiting then
-      raise exception 'queue "%" is full: its max_waiting is %', target.name, target.max_waiting
-        using errcode = 'SD429';
-    end if;
-    -- Exact: check_enqueue holds the lock of each of these owners until commit.
-    declare
-      over_limit record;
-    begin
-      select o.owner, count(*) as unfinished into over_limit
-        from (select distinct owner from siding.jobs where id = any(fresh)
-                and queue = target.name and owner is not null) o
-        join siding.jobs j on j.queue = target.name and j.owner = o.owner
-          and j.status in ('scheduled', 'queued', 'running', 'review')
-        where target.max_per_owner is not null
-        group by o.owner having count(*) > target.max_per_owner limit 1;
-      if found then
-        raise exception 'owner "%" would have % unfinished jobs in queue "%": its max_per_owner is %',
-          over_limit.owner, over_limit.unfinished, target.name, target.max_per_owner
-          using errcode = 'SD429';
-      end if;
-    end;
-  end loop;
 end $$;
 
 -- Ties the input files of the jobs just created to them, which keeps the files from the sweep.
@@ -316,12 +246,6 @@ create function siding.promote(most integer) returns bigint language sql as $$
     update siding.jobs j set status = 'queued' from due where j.id = due.id returning j.id
   )
   select count(*) from promoted;
-$$;
-
--- How many of `most` jobs may start now under the queue's max_running.
-create function siding.room(queue siding.queues, most integer) returns integer language sql as $$
-  select greatest(0, least(most, queue.max_running - (
-    select count(*) from siding.jobs j where j.status = 'running' and j.queue = queue.name)));
 $$;
 
 -- The unfinished jobs, by queue and kind. Each state is read from its own partial index.

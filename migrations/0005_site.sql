@@ -60,12 +60,6 @@ create index jobs_by_owner on siding.jobs (owner, id) where owner is not null;
 -- The few among many finished ones that people ask for.
 create index jobs_not_done on siding.jobs (status, id) where status in ('failed', 'cancelled');
 
--- Sessions that had a plan for these keep the columns of before until the function is another one.
-alter function siding.take(text, text[], integer, uuid, uuid, double precision, boolean) volatile;
-alter function siding.claim_lock(text, text[], integer, uuid, uuid, double precision, boolean) volatile;
-alter function siding.claim_repeatable_read(text, text[], integer, uuid, uuid, double precision, boolean)
-  volatile;
-
 -- One row for each attempt that did not end in `done`, so that a job that just works pays nothing.
 create function siding.keep_attempt() returns trigger language plpgsql as $$
 begin
@@ -374,68 +368,4 @@ create function siding.last_looks() returns setof siding.looks language sql stab
   select last.* from (select pool from pools where pool not like '%/%' limit 100) p
   cross join lateral (
     select * from siding.looks l where l.pool = p.pool order by l.number desc limit 1) last;
-$$;
-
--- What tells whether jobs get done, of one instant and by a bounded number of rows, however many jobs
--- there are. `waiting`: for each queue and kind how long the first has been due, and whether that has a
--- reason of its own (`apart`): its queue is paused, or goes at the pace of its max_running, or no
--- worker that reports serves the kind. `waits`: there is something to do for a worker.
-create function siding.service_state(silent_s double precision)
-returns table (workers integer, waits boolean, waiting jsonb, reviews integer, looks jsonb)
-language sql stable as $$
-  with recursive alive as materialized (
-    select p.queues, p.kinds from siding.processes p
-    where p.role = 'worker' and p.seen_at > now() - silent_s * interval '1 second'
-  ),
-  running as materialized (
-    select r.queue from (select queue from siding.jobs where status = 'running' limit 10000) r
-    group by r.queue
-  ),
-  -- In each queue each priority, one after the other: within one the index has the first due first.
-  lines as (
-    (select q.name as queue, head.priority, 1 as number from siding.queues q
-     cross join lateral (
-       select j.priority from siding.jobs j where j.queue = q.name and j.status = 'queued'
-       order by j.priority desc limit 1) head
-     limit 1000)
-    union all
-    select l.queue, below.priority, l.number + 1 from lines l
-    cross join lateral (
-      select j.priority from siding.jobs j
-      where j.queue = l.queue and j.status = 'queued' and j.priority < l.priority
-      order by j.priority desc limit 1) below
-    where l.number < 100
-  ),
-  due as materialized (
-    (select l.queue, first.kind, first.due_at from lines l
-     cross join lateral (
-       select j.kind, j.due_at from siding.jobs j
-       where j.queue = l.queue and j.status = 'queued' and j.priority = l.priority
-       order by j.due_at limit 1000) first
-     limit 20000)
-    union all
-    (select j.queue, j.kind, j.due_at from siding.jobs j
-     where j.status = 'scheduled' and j.due_at <= now() order by j.due_at limit 1000)
-  ),
-  first as materialized (
-    select d.queue, d.kind, q.paused, extract(epoch from now() - min(d.due_at))::float8 as oldest_wait_s,
-      case when q.paused then 'paused'
-        when q.max_running is not null and exists (select from running r where r.queue = q.name) then 'limited'
-        when not exists (select from alive a where d.kind = any(a.kinds)
-                         and (a.queues is null or d.queue = any(a.queues))) then 'not_served' end as apart
-    from due d join siding.queues q on q.name = d.queue
-    group by d.queue, d.kind, q.name, q.paused, q.max_running
-  )
-  select
-    (select count(*)::integer from alive),
-    exists (select from first f where not f.paused) or exists (select from running),
-    (select coalesce(jsonb_agg(jsonb_build_object('queue', f.queue, 'kind', f.kind, 'apart', f.apart,
-        'oldest_wait_s', f.oldest_wait_s) order by f.oldest_wait_s desc), '[]')
-     from (select * from first order by apart is not null, oldest_wait_s desc limit 200) f),
-    (select count(*)::integer from (select from siding.jobs where status = 'review' limit 1000) r),
-    (select coalesce(jsonb_agg(jsonb_build_object('pool', l.pool, 'act', l.act, 'error', l.error,
-        'alarms', l.alarms, 'age_s', extract(epoch from now() - l.at)::float8,
-        'queue_seen', l.seen -> 'queue' <> 'null', 'railway_seen', l.seen -> 'platform' <> 'null')
-        order by l.pool), '[]')
-     from siding.last_looks() l);
 $$;

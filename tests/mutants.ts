@@ -50,8 +50,8 @@ const mutants: Mutant[] = [
     cut: [
       "  update siding.queues q set claims = q.claims + 1\n" +
       "    where q.name = queue_name and q.claim = 'repeatable_read' and not q.paused\n" +
-      "    returning siding.room(q, most) into room;\n",
-      "  select siding.room(q, most) into room from siding.queues q\n" +
+      "    returning q.* into queue;\n",
+      "  select q.* into queue from siding.queues q\n" +
       "    where q.name = queue_name and q.claim = 'repeatable_read' and not q.paused;\n",
     ],
     test: "claim_test.ts",

@@ -30,7 +30,8 @@ interface Seen {
 }
 
 const work = (row: Partial<Work>): Work => ({
-  ...{ queue: "default", kind: "transcribe", paused: false, max_running: null, served: true },
+  ...{ queue: "default", kind: "transcribe", paused: false, served: true },
+  ...{ max_running: null, rate_room: null },
   ...{ queued: 0, running: 0, running_here: row.running ?? 0 },
   ...{ oldest_wait_s: null, mean_run_s: null },
   ...row,

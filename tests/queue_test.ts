@@ -260,7 +260,11 @@ test("batches that take the same keys in opposite orders do not deadlock", async
 test("a scheduled job is due at its time by the database's clock, and is promoted then", async (sql) => {
   const [{ id }] = await queue.enqueue(sql, [{ kind: "a", delay_s: 3600 }]);
   assertEquals((await stateOf(sql, id)).status, "scheduled");
-  assertEquals(await queue.look(sql, null, kinds), { ready: [], promotable: false });
+  assertEquals(await queue.look(sql, null, kinds), {
+    ready: [],
+    promotable: false,
+    opens_ms: null,
+  });
   assertEquals(await queue.promote(sql), 0);
   await sql`update ${jobsTable(sql)} set due_at = now() where id = ${id}`;
   assertEquals((await queue.look(sql, null, kinds)).promotable, true);

@@ -323,7 +323,8 @@ class Run {
       at_ms: atS * 1000,
       queue: {
         work: [{
-          ...{ queue: "default", kind: "job", paused: false, max_running: null, served: true },
+          ...{ queue: "default", kind: "job", paused: false, served: true },
+          ...{ max_running: null, rate_room: null },
           ...{ queued: this.#waiting, running: this.#running, running_here: this.#running },
           oldest_wait_s: this.#waiting > 0 ? atS - this.#trace.arrivalS[oldest] : null,
           mean_run_s: this.#done > 0 ? this.#doneRunS / this.#done : null,

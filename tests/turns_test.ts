@@ -1,0 +1,209 @@
+/** Queues whose owners take turns, and queues that start so many jobs in so long. */
+import { assert, assertEquals, assertRejects } from "@std/assert";
+import { connect, type Pool, schema } from "../db.ts";
+import * as processes from "../processes.ts";
+import * as queue from "../queue.ts";
+import { databaseTest as test, waitFor } from "./database.ts";
+
+const kinds = ["a"];
+type Way = "lock" | "repeatable_read";
+
+const aWorker = (sql: Pool) =>
+  processes.register(sql, { role: "worker", name: "test", version: "0", kinds });
+
+/** So many jobs of an owner; null: of nobody. */
+const jobsOf = (owner: string | null, count: number, priority = 0): queue.NewJob[] =>
+  Array.from({ length: count }, () => ({
+    ...{ kind: "a", queue: "q", priority },
+    ...(owner === null ? {} : { owner }),
+  }));
+
+async function claim(sql: Pool, worker: string, most: number, way: Way = "lock", idle = true) {
+  const options = { worker, kinds, most, leaseS: 60, idle, token: crypto.randomUUID() };
+  try {
+    return await queue.claim(sql, { queue: "q", claim: way }, options);
+  } catch (error) {
+    if ((error as { code?: string }).code !== "55P03") throw error;
+    return []; // the others had the lock for a second
+  }
+}
+
+/** The owners of one claim's jobs, counted. */
+async function owners(sql: Pool, worker: string, most: number): Promise<Record<string, number>> {
+  const counts: Record<string, number> = {};
+  for (const { owner } of await claim(sql, worker, most)) {
+    counts[owner ?? "-"] = (counts[owner ?? "-"] ?? 0) + 1;
+  }
+  return counts;
+}
+
+for (const [way, most] of [["lock", 1], ["lock", 10], ["repeatable_read", 3]] as const) {
+  test(`owners take turns among four claimers of ${most}, by ${way}`, async (sql, url) => {
+    await queue.setQueue(sql, "q", { fair: true, claim: way });
+    // One after the other, so that the order in line is not the order of turns.
+    for (const [owner, count] of [["b", 120], ["a", 12], [null, 12], ["c", 12]] as const) {
+      await queue.enqueue(sql, jobsOf(owner, count));
+    }
+    const pools = Array.from({ length: 4 }, () => connect(url, { max: 1 }));
+    try {
+      await Promise.all(pools.map(async (pool) => {
+        const worker = await aWorker(pool);
+        // Nothing else orders them: they claim as fast as they can.
+        while ((await queue.look(pool, ["q"], kinds)).ready.length > 0) {
+          await claim(pool, worker, most, way);
+        }
+      }));
+    } finally {
+      await Promise.all(pools.map((pool) => pool.end({ timeout: 1 })));
+    }
+    // Whenever somebody was served for the n-th time, nobody who still waited was behind by two.
+    const claims = await sql<{ owners: string[] }[]>`
+      select jsonb_agg(coalesce(owner, '-')) as owners from ${sql(schema)}.jobs
+      group by claimed_at, claim_token order by claimed_at`;
+    const left: Record<string, number> = { a: 12, b: 120, c: 12, "-": 12 };
+    const served: Record<string, number> = { a: 0, b: 0, c: 0, "-": 0 };
+    for (const claim of claims) {
+      for (const owner of claim.owners) served[owner]++, left[owner]--;
+      const waiting = Object.keys(left).filter((owner) => left[owner] > 0);
+      const most = Math.max(...Object.values(served));
+      if (waiting.length < 2) continue;
+      for (const owner of waiting) assert(most - served[owner] <= 1, JSON.stringify(served));
+    }
+    assertEquals(served, { a: 12, b: 120, c: 12, "-": 12 });
+  });
+}
+
+test("a newcomer among one with 10,000 waiting is served in the next round", async (sql) => {
+  await queue.setQueue(sql, "q", { fair: true });
+  await queue.enqueue(sql, jobsOf("large", 10_000));
+  const worker = await aWorker(sql);
+  assertEquals(await owners(sql, worker, 10), { large: 10 });
+  await queue.enqueue(sql, jobsOf("new", 3));
+  assertEquals(await owners(sql, worker, 1), { new: 1 });
+  assertEquals(await owners(sql, worker, 1), { large: 1 });
+  assertEquals(await owners(sql, worker, 10), { new: 2, large: 5 }, "its share, and no more");
+  assertEquals(await owners(sql, worker, 10), { large: 10 });
+});
+
+test("the turns go on where they stood, whoever claims next", async (sql, url) => {
+  await queue.setQueue(sql, "q", { fair: true });
+  for (const owner of ["a", "b", "c", "d"]) await queue.enqueue(sql, jobsOf(owner, 5));
+  const order: (string | null)[] = [];
+  for (let i = 0; i < 8; i++) {
+    const pool = connect(url, { max: 1 }); // a worker of one claim
+    try {
+      order.push(...(await claim(pool, await aWorker(pool), 1)).map(({ owner }) => owner));
+    } finally {
+      await pool.end();
+    }
+  }
+  assertEquals(order.join(""), "abcdabcd");
+  assertEquals(await owners(sql, await aWorker(sql), 3), { a: 1, b: 1, c: 1 });
+  assertEquals(await owners(sql, await aWorker(sql), 3), { d: 1, a: 1, b: 1 });
+});
+
+test("priority orders the jobs of one owner, and gets nobody another's turn", async (sql) => {
+  await queue.setQueue(sql, "q", { fair: true });
+  await queue.enqueue(sql, [...jobsOf("a", 2), ...jobsOf("b", 2), ...jobsOf("a", 1, 9)]);
+  await queue.enqueue(sql, jobsOf("b", 1, -5));
+  const worker = await aWorker(sql);
+  const order: string[] = [];
+  for (let i = 0; i < 6; i++) {
+    const [{ owner, priority }] = await claim(sql, worker, 1);
+    order.push(`${owner}${priority}`);
+  }
+  assertEquals(order, ["a9", "b0", "a0", "b0", "a0", "b-5"]);
+});
+
+test("a queue is made fair, and not fair again, while jobs wait", async (sql) => {
+  const worker = await aWorker(sql);
+  await queue.setQueue(sql, "q");
+  await queue.enqueue(sql, jobsOf("large", 50));
+  await queue.enqueue(sql, jobsOf("small", 20));
+  await queue.enqueue(sql, [{ ...jobsOf("later", 1)[0], delay_s: 60 }]);
+  await queue.setQueue(sql, "q", { fair: true });
+  assertEquals(await owners(sql, worker, 10), { large: 5, small: 5 });
+  await sql`update ${sql(schema)}.jobs set due_at = now() where status = 'scheduled'`;
+  await queue.promote(sql);
+  assertEquals(await owners(sql, worker, 3), { large: 1, small: 1, later: 1 });
+  await queue.setQueue(sql, "q", { fair: false });
+  assertEquals(await owners(sql, worker, 10), { large: 10 }, "in line again");
+  const [{ n }] = await sql`select count(*)::integer as n from ${sql(schema)}.jobs
+    where status = 'queued' and turn is not null`;
+  assertEquals(n, 0);
+  await queue.setQueue(sql, "q", { claim: "skip_locked" });
+});
+
+test("a queue that is made fair waits for the enqueues under way, which get their turns", async (sql, url) => {
+  await queue.setQueue(sql, "q");
+  const other = connect(url, { max: 1 });
+  try {
+    let made: Promise<void> | undefined;
+    await other.begin(async (tx) => {
+      await queue.enqueue(tx, jobsOf("early", 2));
+      made = queue.setQueue(sql, "q", { fair: true });
+      await waitFor(async () => {
+        const [{ n }] = await sql`select count(*)::integer as n from pg_locks
+          where not granted and mode = 'ShareRowExclusiveLock'
+            and database = (select oid from pg_database where datname = current_database())`;
+        return n === 1;
+      }, "the change to wait");
+    });
+    await made;
+  } finally {
+    await other.end({ timeout: 1 });
+  }
+  await queue.enqueue(sql, jobsOf("late", 2));
+  assertEquals(await owners(sql, await aWorker(sql), 2), { early: 1, late: 1 });
+});
+
+test("a job that goes back has its owner's next turn, and one to run alone is nobody's company", async (sql) => {
+  await queue.setQueue(sql, "q", { fair: true });
+  for (const owner of ["a", "b", "c"]) await queue.enqueue(sql, jobsOf(owner, 3));
+  const worker = await aWorker(sql);
+  const [first] = await claim(sql, worker, 1);
+  await queue.release(sql, worker, first, "test");
+  await sql`update ${sql(schema)}.jobs set alone = true where id = ${first.id}`;
+  const alone = async () => (await queue.look(sql, ["q"], kinds)).ready[0].alone;
+  assertEquals([first.owner, await alone()], ["a", false]);
+  assertEquals(await owners(sql, worker, 10), { b: 1, c: 1 }, "up to the one that is to run alone");
+  assertEquals(await alone(), true);
+  assertEquals((await claim(sql, worker, 10)).map(({ id }) => id), [first.id]);
+  assertEquals(await owners(sql, worker, 6), { a: 2, b: 2, c: 2 });
+});
+
+test("a job that was put in by hand, and has no turn, is run when nobody has one", async (sql) => {
+  await queue.setQueue(sql, "q", { fair: true });
+  await sql`insert into ${sql(schema)}.jobs (queue, kind, payload, status)
+    values ('q', 'a', '{}', 'queued')`;
+  await queue.enqueue(sql, jobsOf("a", 1));
+  const worker = await aWorker(sql);
+  assertEquals(await owners(sql, worker, 5), { a: 1 });
+  assertEquals(await owners(sql, worker, 5), { "-": 1 });
+});
+
+for (const analyzed of [true, false]) {
+  test(
+    `turns are found in the index${analyzed ? "" : ", on stale statistics too"}: no line is read`,
+    async (sql) => {
+      const t = sql(schema);
+      await queue.setQueue(sql, "q", { fair: true });
+      if (!analyzed) await sql`analyze ${t}.jobs`; // which are none
+      await sql`alter table ${t}.jobs set (autovacuum_enabled = false)`;
+      await sql`insert into ${t}.jobs (queue, kind, payload, status, owner, turn)
+        select 'q', 'a', '{}', 'queued', owner, '/' || owner
+        from (select case when i % 2 = 0 then 'large' else 'o' || i end as owner
+              from generate_series(1, 20000) i) o`;
+      if (analyzed) await sql`analyze ${t}.jobs`;
+      const worker = await aWorker(sql);
+      await claim(sql, worker, 10);
+      const buffers = async () => {
+        const [{ "QUERY PLAN": [plan] }] = await sql`explain (analyze, buffers, format json)
+          select * from ${t}.claim_lock('q', '{a}', 10, ${worker}, gen_random_uuid(), 60)`;
+        return plan.Plan["Shared Hit Blocks"] + plan.Plan["Shared Read Blocks"];
+      };
+      const read = await buffers();
+      assert(read < 1000, `${read} pages for 10 jobs, of 20,000 that wait`);
+    },
+  );
+}
