@@ -149,34 +149,34 @@ drop function if exists
 -- A sliding window: no period of rate_period_s, wherever it begins, has more than rate_limit starts.
 -- (A bucket of tokens would let nearly twice as many through within one.) Two rows are read, however
 -- many starts there were. What is later than a period from now is of a clock that was set back.
-create function siding.rate_room(queue siding.queues, at timestamptz) returns bigint language sql stable as $$
-  select queue.rate_limit - coalesce(
-    (select s.total from siding.starts s where s.queue = queue.name
+create function siding.rate_room(q siding.queues, at timestamptz) returns bigint language sql stable as $$
+  select q.rate_limit - coalesce(
+    (select s.total from siding.starts s where s.queue = q.name
        and s.started_at between at - w.period and at + w.period
      order by s.started_at desc, s.total desc limit 1) -
-    (select s.total - s.jobs from siding.starts s where s.queue = queue.name
+    (select s.total - s.jobs from siding.starts s where s.queue = q.name
        and s.started_at between at - w.period and at + w.period
      order by s.started_at, s.total limit 1), 0)
-  from (select queue.rate_period_s * interval '1 second' as period) w;
+  from (select q.rate_period_s * interval '1 second' as period) w;
 $$;
 
 -- How many of `most` jobs may start at the instant `at`, under the queue's max_running and rate limit.
-create function siding.room(queue siding.queues, most integer, at timestamptz)
+create function siding.room(q siding.queues, most integer, at timestamptz)
 returns integer language sql stable as $$
   select greatest(0, least(most,
-    case when queue.max_running is not null then queue.max_running - (
-      select count(*) from siding.jobs j where j.status = 'running' and j.queue = queue.name) end,
-    case when queue.rate_limit is not null then siding.rate_room(queue, at) end));
+    case when q.max_running is not null then q.max_running - (
+      select count(*) from siding.jobs j where j.status = 'running' and j.queue = q.name) end,
+    case when q.rate_limit is not null then siding.rate_room(q, at) end));
 $$;
 
 -- Milliseconds until the first start leaves the period of a queue that has no room under its rate
 -- limit; null when it has.
-create function siding.opens_ms(queue siding.queues, at timestamptz)
+create function siding.opens_ms(q siding.queues, at timestamptz)
 returns double precision language sql stable as $$
-  select 1 + extract(epoch from s.started_at + queue.rate_period_s * interval '1 second' - at)::float8 * 1000
+  select 1 + extract(epoch from s.started_at + q.rate_period_s * interval '1 second' - at)::float8 * 1000
   from siding.starts s
-  where s.queue = queue.name and s.started_at >= at - queue.rate_period_s * interval '1 second'
-    and siding.rate_room(queue, at) <= 0
+  where s.queue = q.name and s.started_at >= at - q.rate_period_s * interval '1 second'
+    and siding.rate_room(q, at) <= 0
   order by s.started_at, s.total limit 1;
 $$;
 
@@ -230,13 +230,13 @@ returns setof siding.jobs language plpgsql
 -- since a worker that waits here claims from no other queue.
 set lock_timeout = '1s' as $$
 declare
-  queue siding.queues;
+  q siding.queues;
 begin
   perform siding.need_read_committed(queue_name);
   perform siding.lock_queue(queue_name);
-  select q.* into queue from siding.queues q
-    where q.name = queue_name and q.claim = 'lock' and not q.paused;
-  return query select * from siding.take(queue, kinds, most, worker, token, lease_s, idle);
+  select one.* into q from siding.queues one
+    where one.name = queue_name and one.claim = 'lock' and not one.paused;
+  return query select * from siding.take(q, kinds, most, worker, token, lease_s, idle);
 end $$;
 
 -- The claim of a queue with the claim setting `repeatable_read`: called as the second statement of
@@ -249,54 +249,54 @@ create or replace function siding.claim_repeatable_read(queue_name text, kinds t
 returns setof siding.jobs language plpgsql
 set lock_timeout = '1s' as $$
 declare
-  queue siding.queues;
+  q siding.queues;
 begin
   if current_setting('transaction_isolation') <> 'repeatable read' then
     raise exception 'queue "%" is claimed at REPEATABLE READ, not %', queue_name,
       upper(current_setting('transaction_isolation')) using errcode = 'SD409';
   end if;
-  update siding.queues q set claims = q.claims + 1
-    where q.name = queue_name and q.claim = 'repeatable_read' and not q.paused
-    returning q.* into queue;
-  return query select * from siding.take(queue, kinds, most, worker, token, lease_s, idle);
+  update siding.queues one set claims = one.claims + 1
+    where one.name = queue_name and one.claim = 'repeatable_read' and not one.paused
+    returning one.* into q;
+  return query select * from siding.take(q, kinds, most, worker, token, lease_s, idle);
 end $$;
 
 -- Takes the next jobs of a queue, as far as it has room, for a claim that holds what orders it; a queue
 -- that is all null has none. `idle`: the worker runs nothing. Only then it may have a job that is to
 -- run alone, and that one by itself.
-create function siding.take(queue siding.queues, kinds text[], most integer,
+create function siding.take(q siding.queues, kinds text[], most integer,
                             worker uuid, token uuid, lease_s double precision, idle boolean)
 returns setof siding.jobs language plpgsql as $$
 declare
   -- Not now(), when this claim began to wait for its order: another, which began later, may have
   -- started its jobs meanwhile.
   at timestamptz := clock_timestamp();
-  period interval := queue.rate_period_s * interval '1 second';
+  period interval := q.rate_period_s * interval '1 second';
   room integer;
   taken integer;
 begin
-  if queue.name is null then
+  if q.name is null then
     return;
   end if;
-  if queue.rate_limit is not null then
-    delete from siding.starts s where s.queue = queue.name and s.started_at < at - period;
+  if q.rate_limit is not null then
+    delete from siding.starts s where s.queue = q.name and s.started_at < at - period;
     -- The clock was set back: when these were is not known any more, so that they count from now.
-    update siding.starts s set started_at = at where s.queue = queue.name and s.started_at > at;
+    update siding.starts s set started_at = at where s.queue = q.name and s.started_at > at;
   end if;
-  room := siding.room(queue, most, at);
-  if queue.fair then
-    return query select * from siding.take_in_turns(queue.name, kinds, room, worker, token, at, lease_s, idle);
+  room := siding.room(q, most, at);
+  if q.fair then
+    return query select * from siding.take_in_turns(q.name, kinds, room, worker, token, at, lease_s, idle);
     get diagnostics taken = row_count;
   end if;
   -- Jobs that were not put in by siding.enqueue have no turn, and come when nobody has one.
   if coalesce(taken, 0) = 0 then
-    return query select * from siding.take_in_line(queue.name, kinds, room, worker, token, at, lease_s, idle);
+    return query select * from siding.take_in_line(q.name, kinds, room, worker, token, at, lease_s, idle);
     get diagnostics taken = row_count;
   end if;
-  if queue.rate_limit is not null and taken > 0 then
+  if q.rate_limit is not null and taken > 0 then
     insert into siding.starts (queue, started_at, jobs, total)
-      values (queue.name, at, taken, taken + coalesce((select s.total from siding.starts s
-        where s.queue = queue.name order by s.started_at desc, s.total desc limit 1), 0));
+      values (q.name, at, taken, taken + coalesce((select s.total from siding.starts s
+        where s.queue = q.name order by s.started_at desc, s.total desc limit 1), 0));
   end if;
 end $$;
 

@@ -48,11 +48,11 @@ const mutants: Mutant[] = [
     what: "claims by repeatable_read that do not move the queue's row",
     file: SQL,
     cut: [
-      "  update siding.queues q set claims = q.claims + 1\n" +
-      "    where q.name = queue_name and q.claim = 'repeatable_read' and not q.paused\n" +
-      "    returning q.* into queue;\n",
-      "  select q.* into queue from siding.queues q\n" +
-      "    where q.name = queue_name and q.claim = 'repeatable_read' and not q.paused;\n",
+      "  update siding.queues one set claims = one.claims + 1\n" +
+      "    where one.name = queue_name and one.claim = 'repeatable_read' and not one.paused\n" +
+      "    returning one.* into q;\n",
+      "  select one.* into q from siding.queues one\n" +
+      "    where one.name = queue_name and one.claim = 'repeatable_read' and not one.paused;\n",
     ],
     test: "claim_test.ts",
     filter: "by repeatable_read",
@@ -700,6 +700,101 @@ const mutants: Mutant[] = [
     ],
     test: "policy_test.ts",
     filter: "over a time without looks",
+  },
+  {
+    invariant: "turns",
+    what: "a claim that forgets whose turn it was",
+    file: SQL,
+    cut: [
+      "on conflict (queue) do update set turn = excluded.turn",
+      "on conflict (queue) do nothing",
+    ],
+    test: "turns_test.ts",
+    filter: "owners take turns among four claimers",
+  },
+  {
+    invariant: "turns",
+    what: "a claim that takes an owner's share before the next owner's turn",
+    file: SQL,
+    cut: [
+      "row_number() over (order by p.round, o.ord)",
+      "row_number() over (order by o.ord, p.round)",
+    ],
+    test: "turns_test.ts",
+    filter: "the turns go on where they stood",
+  },
+  {
+    invariant: "turns",
+    what: "a queue made fair that does not wait for the enqueues under way",
+    file: SQL,
+    cut: ["  lock table siding.jobs in share row exclusive mode;\n", ""],
+    test: "turns_test.ts",
+    filter: "waits for the enqueues under way",
+  },
+  {
+    invariant: "turns",
+    what: "a queue made fair whose waiting jobs get no turn",
+    file: SQL,
+    cut: ["      using new.name, new.fair;", "      using '', new.fair;"],
+    test: "turns_test.ts",
+    filter: "while jobs wait",
+  },
+  {
+    invariant: "turns",
+    what: "a claim that goes on past a job that is to run alone",
+    file: SQL,
+    cut: [
+      "l.place < coalesce((select min(a.place) from line a where a.alone), l.place + 1)",
+      "not l.alone",
+    ],
+    test: "turns_test.ts",
+    filter: "nobody's company",
+  },
+  {
+    invariant: "rate",
+    what: "a claim under a rate limit that counts from when it began to wait",
+    file: SQL,
+    cut: ["at timestamptz := clock_timestamp();", "at timestamptz := now();"],
+    test: "turns_test.ts",
+    filter: "never pass a rate limit, by lock",
+  },
+  {
+    invariant: "rate",
+    what: "a rate limit that looks at a part of its period",
+    file: SQL,
+    cut: [
+      "s.queue = q.name and s.started_at < at - period",
+      "s.queue = q.name and s.started_at < at - period / 2",
+    ],
+    test: "turns_test.ts",
+    filter: "never pass a rate limit, by lock",
+  },
+  {
+    invariant: "rate",
+    what: "a clock that was set back, after which the starts before it count no more",
+    file: SQL,
+    cut: [
+      "    update siding.starts s set started_at = at where",
+      "    delete from siding.starts s where",
+    ],
+    test: "turns_test.ts",
+    filter: "the clock was set back",
+  },
+  {
+    invariant: "rate",
+    what: "a worker that comes back after its longest poll only",
+    file: "worker.ts",
+    cut: ["Math.min(jitter(settings.pollMaxMs), opensMs)", "jitter(settings.pollMaxMs)"],
+    test: "turns_test.ts",
+    filter: "comes back when there is room",
+  },
+  {
+    invariant: "rate",
+    what: "jobs that a rate limit holds back as a reason to climb",
+    file: "policy.ts",
+    cut: ["Math.min(room.get(queue)!, rate_room ?? Infinity)", "room.get(queue)!"],
+    test: "policy_test.ts",
+    filter: "beyond max_running",
   },
 ];
 

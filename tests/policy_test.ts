@@ -141,11 +141,12 @@ Deno.test("a busy worker without a job that runs holds the count, and the reason
   assertEquals([code, reason], ["running", "1 worker is busy: 2 workers held"]);
 });
 
-Deno.test("a paused queue, jobs beyond max_running and kinds that nobody serves do not count", () => {
+Deno.test("a paused queue, jobs beyond max_running or a rate limit and kinds that nobody serves do not count", () => {
   const rows = [
     { queue: "stopped", paused: true, queued: 7 },
     { queue: "limited", max_running: 2, queued: 5, running: 2, running_here: 0 },
-    { kind: "unknown", served: false, queued: 3 },
+    { queue: "slow", rate_room: 0, queued: 2 },
+    { kind: "unknown", served: false, queued: 1 },
   ];
   const { look } = history();
   const idle = look(0, { rows, configured: 4 });

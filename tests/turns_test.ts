@@ -1,9 +1,11 @@
 /** Queues whose owners take turns, and queues that start so many jobs in so long. */
 import { assert, assertEquals, assertRejects } from "@std/assert";
 import { connect, type Pool, schema } from "../db.ts";
+import { survey } from "../looks.ts";
 import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
+import { startWorker } from "./processes.ts";
 
 const kinds = ["a"];
 type Way = "lock" | "repeatable_read";
@@ -41,7 +43,7 @@ for (const [way, most] of [["lock", 1], ["lock", 10], ["repeatable_read", 3]] as
   test(`owners take turns among four claimers of ${most}, by ${way}`, async (sql, url) => {
     await queue.setQueue(sql, "q", { fair: true, claim: way });
     // One after the other, so that the order in line is not the order of turns.
-    for (const [owner, count] of [["b", 120], ["a", 12], [null, 12], ["c", 12]] as const) {
+    for (const [owner, count] of [["b", 60], ["a", 8], [null, 8], ["c", 8]] as const) {
       await queue.enqueue(sql, jobsOf(owner, count));
     }
     const pools = Array.from({ length: 4 }, () => connect(url, { max: 1 }));
@@ -60,7 +62,7 @@ for (const [way, most] of [["lock", 1], ["lock", 10], ["repeatable_read", 3]] as
     const claims = await sql<{ owners: string[] }[]>`
       select jsonb_agg(coalesce(owner, '-')) as owners from ${sql(schema)}.jobs
       group by claimed_at, claim_token order by claimed_at`;
-    const left: Record<string, number> = { a: 12, b: 120, c: 12, "-": 12 };
+    const left: Record<string, number> = { a: 8, b: 60, c: 8, "-": 8 };
     const served: Record<string, number> = { a: 0, b: 0, c: 0, "-": 0 };
     for (const claim of claims) {
       for (const owner of claim.owners) served[owner]++, left[owner]--;
@@ -69,7 +71,7 @@ for (const [way, most] of [["lock", 1], ["lock", 10], ["repeatable_read", 3]] as
       if (waiting.length < 2) continue;
       for (const owner of waiting) assert(most - served[owner] <= 1, JSON.stringify(served));
     }
-    assertEquals(served, { a: 12, b: 120, c: 12, "-": 12 });
+    assertEquals(served, { a: 8, b: 60, c: 8, "-": 8 });
   });
 }
 
@@ -134,28 +136,31 @@ test("a queue is made fair, and not fair again, while jobs wait", async (sql) =>
   await queue.setQueue(sql, "q", { claim: "skip_locked" });
 });
 
-test("a queue that is made fair waits for the enqueues under way, which get their turns", async (sql, url) => {
-  await queue.setQueue(sql, "q");
-  const other = connect(url, { max: 1 });
-  try {
-    let made: Promise<void> | undefined;
-    await other.begin(async (tx) => {
-      await queue.enqueue(tx, jobsOf("early", 2));
-      made = queue.setQueue(sql, "q", { fair: true });
-      await waitFor(async () => {
-        const [{ n }] = await sql`select count(*)::integer as n from pg_locks
+test(
+  "a queue that is made fair waits for the enqueues under way, which get their turns",
+  async (sql, url) => {
+    await queue.setQueue(sql, "q");
+    const other = connect(url, { max: 1 });
+    try {
+      let made: Promise<void> | undefined;
+      await other.begin(async (tx) => {
+        await queue.enqueue(tx, jobsOf("early", 2));
+        made = queue.setQueue(sql, "q", { fair: true });
+        await waitFor(async () => {
+          const [{ n }] = await sql`select count(*)::integer as n from pg_locks
           where not granted and mode = 'ShareRowExclusiveLock'
             and database = (select oid from pg_database where datname = current_database())`;
-        return n === 1;
-      }, "the change to wait");
-    });
-    await made;
-  } finally {
-    await other.end({ timeout: 1 });
-  }
-  await queue.enqueue(sql, jobsOf("late", 2));
-  assertEquals(await owners(sql, await aWorker(sql), 2), { early: 1, late: 1 });
-});
+          return n === 1;
+        }, "the change to wait");
+      });
+      await made;
+    } finally {
+      await other.end({ timeout: 1 });
+    }
+    await queue.enqueue(sql, jobsOf("late", 2));
+    assertEquals(await owners(sql, await aWorker(sql), 2), { early: 1, late: 1 });
+  },
+);
 
 test("a job that goes back has its owner's next turn, and one to run alone is nobody's company", async (sql) => {
   await queue.setQueue(sql, "q", { fair: true });
@@ -207,3 +212,151 @@ for (const analyzed of [true, false]) {
     },
   );
 }
+
+/** The most starts within one period of so many seconds, by the rows: of the last attempts, and of those before. */
+async function mostWithin(sql: Pool, periodS: number): Promise<{ starts: number; most: number }> {
+  const [row] = await sql<{ starts: number; most: number }[]>`
+    with starts as (
+      select claimed_at as at from ${sql(schema)}.jobs where claimed_at is not null
+      union all select claimed_at from ${sql(schema)}.attempts
+    )
+    select count(*)::integer as starts, max((select count(*) from starts b
+      where b.at between a.at and a.at + ${periodS} * interval '1 second'))::integer as most
+    from starts a`;
+  return row;
+}
+
+for (const way of ["lock", "repeatable_read"] as const) {
+  test(`eight claimers never pass a rate limit, by ${way}`, async (sql, url) => {
+    const [limit, periodS] = [7, 0.3];
+    await queue.setQueue(sql, "q", { rate_limit: limit, rate_period_s: periodS, claim: way });
+    await queue.enqueue(sql, [...jobsOf(null, 40), ...jobsOf("a", 10)]);
+    // No clock but the database's counts.
+    const { now } = Date;
+    Date.now = () => now() + (Math.random() - 0.5) * 1_200_000;
+    let released = 0;
+    let done = 0;
+    try {
+      await Promise.all(Array.from({ length: 8 }, async (_, i) => {
+        while (done < 50) { // a worker and its connection of a few claims
+          const pool = connect(url, { max: 1 });
+          const worker = await aWorker(pool);
+          for (let claims = 0; claims < 30 && done < 50; claims++) {
+            for (const job of await claim(pool, worker, 1 + i % 4, way)) {
+              // What starts again counts again.
+              if (released < 5 && ++released) await queue.release(pool, worker, job, "test");
+              else assert(await queue.finish(pool, worker, job, null), `${done++}`);
+            }
+          }
+          await pool.end({ timeout: 1 });
+        }
+      }));
+    } finally {
+      Date.now = now;
+    }
+    const { starts, most } = await mostWithin(sql, periodS);
+    assertEquals(starts, 55);
+    assert(most <= limit, `${most} starts within ${periodS} s`);
+    const [{ kept }] = await sql`select count(*)::integer as kept from ${sql(schema)}.starts`;
+    assert(kept <= 2 * limit, `${kept} rows are kept`);
+  });
+}
+
+test("a rate limit leaves what it can, and the look says when there is room", async (sql) => {
+  await queue.setQueue(sql, "q", { rate_limit: 5, rate_period_s: 60 });
+  await queue.enqueue(sql, jobsOf(null, 20));
+  const worker = await aWorker(sql);
+  const look = () => queue.look(sql, null, kinds);
+  assertEquals((await claim(sql, worker, 3)).length, 3);
+  assertEquals([(await look()).ready.length, (await look()).opens_ms], [1, null]);
+  assertEquals((await claim(sql, worker, 10)).length, 2);
+  const held = await look();
+  assertEquals(held.ready, []);
+  assert(held.opens_ms! > 50_000 && held.opens_ms! <= 60_001, `${held.opens_ms}`);
+  assertEquals(await claim(sql, worker, 10), []);
+  // The first three leave the period, and no more.
+  await sql`update ${sql(schema)}.starts set started_at = started_at - interval '1 minute'
+    where total = 3`;
+  assertEquals((await look()).opens_ms, null);
+  assertEquals((await claim(sql, worker, 10)).length, 3);
+  await queue.setQueue(sql, "q", { rate_limit: null, rate_period_s: null, max_running: 9 });
+  assertEquals((await claim(sql, worker, 10)).length, 1, "eight run");
+  const { ready, opens_ms } = await look();
+  assertEquals([ready.length, opens_ms], [0, null], "its max_running holds it, and no rate");
+});
+
+test("where the clock was set back, starts of later count from now, and no longer", async (sql) => {
+  await queue.setQueue(sql, "q", { rate_limit: 2, rate_period_s: 0.4 });
+  await queue.enqueue(sql, jobsOf(null, 4));
+  const worker = await aWorker(sql);
+  assertEquals((await claim(sql, worker, 10)).length, 2);
+  await sql`update ${sql(schema)}.starts set started_at = started_at + interval '1 hour'`;
+  assertEquals((await queue.look(sql, null, kinds)).ready.length, 1);
+  assertEquals(await claim(sql, worker, 10), []);
+  assertEquals((await queue.look(sql, null, kinds)).ready, []);
+  await waitFor(async () => (await claim(sql, worker, 10)).length === 2, "the next two");
+});
+
+test("owners take turns under a rate limit", async (sql) => {
+  await queue.setQueue(sql, "q", { fair: true, rate_limit: 4, rate_period_s: 60 });
+  await queue.enqueue(sql, [...jobsOf("a", 50), ...jobsOf("b", 50)]);
+  const worker = await aWorker(sql);
+  assertEquals(await owners(sql, worker, 3), { a: 2, b: 1 });
+  assertEquals(await owners(sql, worker, 3), { b: 1 });
+});
+
+test("a worker comes back when there is room, and not after its longest poll", async (sql, url) => {
+  await queue.setQueue(sql, "q", { rate_limit: 5, rate_period_s: 0.5 });
+  await queue.enqueue(sql, jobsOf(null, 15).map((job) => ({ ...job, kind: "echo" })));
+  await using _worker = startWorker(url, ["--poll-max-ms", "60000", "--concurrency", "10"]);
+  await waitFor(async () => {
+    const [{ n }] = await sql`select count(*)::integer as n from ${sql(schema)}.jobs
+      where status = 'done'`;
+    return n === 15;
+  }, "three periods");
+  const { starts, most } = await mostWithin(sql, 0.5);
+  assertEquals(starts, 15);
+  assert(most <= 5, `${most} within a period`);
+});
+
+test("what a rate limit holds back is seen by the controller and by the health check", async (sql) => {
+  await queue.setQueue(sql, "q", { rate_limit: 5, rate_period_s: 60 });
+  await queue.enqueue(sql, jobsOf(null, 20));
+  const worker = await aWorker(sql);
+  const seen = async () => {
+    const pools = { workers: "default", looks: "default" };
+    const [{ queued, rate_room }] = (await survey(sql, worker, pools, 45, false)).work;
+    const [{ waiting: [{ apart }] }] = await sql`
+      select waiting from ${sql(schema)}.service_state(45)`;
+    return [queued, rate_room, apart];
+  };
+  assertEquals(await seen(), [20, 5, null]);
+  await claim(sql, worker, 5);
+  assertEquals(await seen(), [15, 0, "limited"]);
+});
+
+test("settings that do not go together are refused with the rule", async (sql) => {
+  const refused: [queue.QueueSettings, string][] = [
+    [{ fair: true, claim: "skip_locked" }, "fair_needs_order"],
+    [{ rate_limit: 5, rate_period_s: 1, claim: "skip_locked" }, "rate_limit_needs_order"],
+    [{ rate_limit: 5 }, "rate_limit_with_period"],
+    [{ rate_period_s: 5 }, "rate_limit_with_period"],
+    [{ rate_limit: 0, rate_period_s: 1 }, "rate_limit_positive"],
+    [{ rate_limit: 5, rate_period_s: 0 }, "rate_period_s_from_a_millisecond_to_31_days"],
+    [{ rate_limit: 5, rate_period_s: 3e6 }, "rate_period_s_from_a_millisecond_to_31_days"],
+  ];
+  for (const [settings, rule] of refused) {
+    await assertRejects(() => queue.setQueue(sql, "q", settings), Error, rule);
+  }
+  await queue.setQueue(sql, "q", { fair: true });
+  await assertRejects(
+    () => queue.setQueue(sql, "q", { claim: "skip_locked" }),
+    Error,
+    "fair_needs_order",
+  );
+  await queue.setQueue(sql, "q", { fair: false, claim: "skip_locked" });
+  await queue.setQueue(sql, "q", { rate_limit: 5, rate_period_s: 1.5 });
+  const [row] = await sql`select claim, fair, rate_limit, rate_period_s from ${sql(schema)}.queues
+    where name = 'q'`;
+  assertEquals({ ...row }, { claim: "lock", fair: false, rate_limit: 5, rate_period_s: 1.5 });
+});

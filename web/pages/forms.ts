@@ -32,12 +32,25 @@ export async function trustedForm(c: Context<Env>): Promise<Record<string, strin
 }
 
 /** An optional whole number; an empty field is null. @throws Problem 422 */
-export function wholeNumber(text: string | undefined, field: string, min: number, max: number) {
+export const wholeNumber = (text: string | undefined, field: string, min: number, max: number) =>
+  number(text, field, min, max, { form: /^-?\d{1,12}$/, name: "a whole number" });
+
+/** An optional number of at most three decimals; an empty field is null. @throws Problem 422 */
+export const decimal = (text: string | undefined, field: string, min: number, max: number) =>
+  number(text, field, min, max, { form: /^\d{1,12}(\.\d{1,3})?$/, name: "a number" });
+
+function number(
+  text: string | undefined,
+  field: string,
+  min: number,
+  max: number,
+  { form, name }: { form: RegExp; name: string },
+): number | null {
   const given = (text ?? "").trim();
   if (given === "") return null;
-  const value = /^-?\d{1,12}$/.test(given) ? Number(given) : NaN;
+  const value = form.test(given) ? Number(given) : NaN;
   if (!(value >= min && value <= max)) {
-    const rule = `it must be a whole number from ${min} to ${max}`;
+    const rule = `it must be ${name} from ${min} to ${max}`;
     throw new Problem(422, `${field} is "${given.slice(0, 50)}": ${rule}`, {
       errors: [{ field, value: given.slice(0, 50), rule }],
     });

@@ -6,11 +6,13 @@ import { type QueueSettings, setQueue } from "../../queue.ts";
 import { COUNTED_TO, MAX_QUEUES, type QueueStatus, queueStatus } from "../../listing.ts";
 import { Problem } from "../problem.ts";
 import type { Env, Site } from "../site.ts";
-import { trustedForm, wholeNumber } from "./forms.ts";
+import { decimal, trustedForm, wholeNumber } from "./forms.ts";
 import { atLeast, csrfField, duration, type Markup, show } from "./layout.ts";
 
 const claims = ["skip_locked", "lock", "repeatable_read"] as const;
 const MOST = 1_000_000_000;
+/** The longest period of a rate limit, in seconds: 31 days. */
+const MAX_PERIOD_S = 2_678_400;
 
 export function queues(site: Site): Hono<Env> {
   const app = new Hono<Env>();
@@ -62,15 +64,26 @@ function settingsOf(given: Record<string, string | undefined>): QueueSettings {
   if (!claim) throw new Problem(422, `claim: it must be one of ${claims.join(", ")}`);
   const limit = (name: string) => wholeNumber(given[name], name, 1, MOST);
   const max_running = limit("max_running");
-  if (max_running !== null && claim === "skip_locked") {
+  const rate_limit = limit("rate_limit");
+  const rate_period_s = decimal(given.rate_period_s, "rate_period_s", 0.001, MAX_PERIOD_S);
+  if ((rate_limit === null) !== (rate_period_s === null)) {
     throw new Problem(
       422,
-      "claim is skip_locked and max_running is given: a queue with a limit claims in turns, by lock or by repeatable_read",
+      "rate_limit and rate_period_s: give both, so many starts in so many seconds, or neither",
+    );
+  }
+  const fair = given.fair === "yes";
+  const inTurns = Object.entries({ max_running, rate_limit, fair }).find(([, value]) => value);
+  if (inTurns && claim === "skip_locked") {
+    throw new Problem(
+      422,
+      `claim is skip_locked and ${
+        inTurns[0]
+      } is given: such a queue claims in turns, by lock or by repeatable_read`,
     );
   }
   return {
-    claim,
-    max_running,
+    ...{ claim, fair, max_running, rate_limit, rate_period_s },
     max_waiting: limit("max_waiting"),
     max_per_owner: limit("max_per_owner"),
   };
@@ -127,19 +140,35 @@ function card(c: Context<Env>, it: QueueStatus): Markup {
   `;
 }
 
-type Limits = Pick<QueueStatus, "claim" | "max_running" | "max_waiting" | "max_per_owner">;
+type Limits = Pick<
+  QueueStatus,
+  | "claim"
+  | "fair"
+  | "max_running"
+  | "max_waiting"
+  | "max_per_owner"
+  | "rate_limit"
+  | "rate_period_s"
+>;
 
 function limits(it: Limits, name: string): Markup {
-  const field = (key: keyof Limits, label: string) =>
+  const field = (key: keyof Limits, label: string, step = "1") =>
     html`
       <label for="${key}-${name}">${label}</label>
-      <input id="${key}-${name}" name="${key}" type="number" min="1" value="${it[key] ?? ""}"
-        placeholder="no limit" />
+      <input id="${key}-${name}" name="${key}" type="number" min="${step}"
+        step="${step}"
+        value="${it[key] ?? ""}" placeholder="no limit" />
     `;
   return html`
     ${field("max_running", "Running at a time, across all workers")}
     ${field("max_waiting", "Waiting, about")}
     ${field("max_per_owner", "Unfinished of one owner")}
+    ${field("rate_limit", "Starts, across all workers")}
+    ${field("rate_period_s", "… in so many seconds", "0.001")}
+    <label
+      class="check"><input type="checkbox" name="fair" value="yes" ${it.fair
+        ? "checked"
+        : ""} /> Owners take turns</label>
     <label for="claim-${name}">Claimed by</label>
     <select id="claim-${name}" name="claim" aria-describedby="claim-hint-${name}">
       ${claims.map((claim) =>
@@ -147,7 +176,7 @@ function limits(it: Limits, name: string): Markup {
       )}
     </select>
     <p class="hint"
-      id="claim-hint-${name}">A limit of those running needs claims in turns: lock or repeatable_read.</p>
+      id="claim-hint-${name}">Limits of those running and of starts, and owners’ turns, need claims in turns: lock or repeatable_read.</p>
   `;
 }
 
@@ -161,10 +190,8 @@ const creation = (c: Context<Env>): Markup =>
         <input id="name" name="name" required pattern="[a-z0-9_.\\-]{1,63}" autocomplete="off" spellcheck="false" aria-describedby="name-hint" />
         <p class="hint" id="name-hint">1 to 63 of a-z, 0-9, “.”, “_” and “-”.</p>
         ${limits({
-          claim: "skip_locked",
-          max_running: null,
-          max_waiting: null,
-          max_per_owner: null,
+          ...{ claim: "skip_locked", fair: false, max_running: null, max_waiting: null },
+          ...{ max_per_owner: null, rate_limit: null, rate_period_s: null },
         }, "+new")}
         <div class="buttons"><button name="do" value="create">Create</button></div>
       </form>
