@@ -107,6 +107,7 @@ begin
     if target.fair then
       update siding.jobs j set turn = '/' || coalesce(j.owner, '')
         where j.id = any(fresh) and j.queue = target.name;
+      continue when target.max_waiting is null and target.max_per_owner is null;
     end if;
     -- Approximate: batches under way are not seen. Exact would make all enqueues take turns.
     select count(*) into waiting from (

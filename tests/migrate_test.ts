@@ -135,7 +135,8 @@ test("a connection that claims in turns goes on claiming through every migration
   try {
     // From the one on that has these functions. A later one that adds a column to jobs has to have
     // them planned anew ("structure of query does not match function result type").
-    for (let applied = 3; applied <= all.length; applied++) {
+    const first = all.findIndex(({ sql }) => sql.includes("claim_lock(queue_name")) + 1;
+    for (let applied = first; applied <= all.length; applied++) {
       await migrate(url, () => {}, all.slice(0, applied));
       for (const claim of ["lock", "repeatable_read"]) {
         await live`insert into ${s}.queues (name, claim) values (${claim}, ${claim})

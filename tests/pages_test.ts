@@ -168,11 +168,15 @@ browserTest("a queue is made, limited, paused and resumed", async ({ open, sql, 
   await waitFor(async () => await statusOf(id) === "done", "the job");
   await lane.locator("summary").click();
   await lane.getByLabel("Waiting, about").fill("70");
+  await lane.getByLabel("Starts, across all workers").fill("5");
+  await lane.getByLabel("… in so many seconds").fill("0.5");
+  await lane.getByLabel("Owners take turns").check();
   await lane.getByRole("button", { name: "Save" }).click();
   await waitFor(async () => {
     const [row] = await sql`
-      select max_running, max_waiting, claim from ${sql(schema)}.queues where name = 'slow-lane'`;
-    return row.max_waiting === 70 && row.max_running === 2 && row.claim === "lock";
+      select * from ${sql(schema)}.queues where name = 'slow-lane'`;
+    return row.max_waiting === 70 && row.max_running === 2 && row.claim === "lock" &&
+      row.fair && row.rate_limit === 5 && row.rate_period_s === 0.5;
   }, "the limit");
 });
 
