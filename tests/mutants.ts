@@ -721,7 +721,7 @@ const mutants: Mutant[] = [
       "row_number() over (order by o.ord, p.round)",
     ],
     test: "turns_test.ts",
-    filter: "the turns go on where they stood",
+    filter: "served in the next round",
   },
   {
     invariant: "turns",
@@ -756,7 +756,7 @@ const mutants: Mutant[] = [
     file: SQL,
     cut: ["at timestamptz := clock_timestamp();", "at timestamptz := now();"],
     test: "turns_test.ts",
-    filter: "never pass a rate limit, by lock",
+    filter: "counts from when its claim was in order",
   },
   {
     invariant: "rate",

@@ -85,6 +85,8 @@ test("a newcomer among one with 10,000 waiting is served in the next round", asy
   assertEquals(await owners(sql, worker, 1), { large: 1 });
   assertEquals(await owners(sql, worker, 10), { new: 2, large: 5 }, "its share, and no more");
   assertEquals(await owners(sql, worker, 10), { large: 10 });
+  await queue.enqueue(sql, [...jobsOf("new", 5), ...jobsOf("other", 5)]);
+  assertEquals(await owners(sql, worker, 10), { new: 4, other: 3, large: 3 }, "by rounds");
 });
 
 test("the turns go on where they stood, whoever claims next", async (sql, url) => {
@@ -284,6 +286,37 @@ test("a rate limit leaves what it can, and the look says when there is room", as
   const { ready, opens_ms } = await look();
   assertEquals([ready.length, opens_ms], [0, null], "its max_running holds it, and no rate");
 });
+
+test(
+  "a start counts from when its claim was in order, and not from when it began to wait",
+  async (sql, url) => {
+    await queue.setQueue(sql, "q", { rate_limit: 2, rate_period_s: 60 });
+    await queue.enqueue(sql, jobsOf(null, 1));
+    const worker = await aWorker(sql);
+    const other = connect(url, { max: 1 });
+    try {
+      let claimed: Promise<queue.Job[]> | undefined;
+      let freed: string | undefined;
+      await other.begin(async (tx) => {
+        await tx`select ${tx(schema)}.lock_queue('q')`;
+        claimed = claim(sql, worker, 1);
+        await waitFor(async () => {
+          const [{ n }] = await sql`select count(*)::integer as n from pg_locks
+          where not granted and locktype = 'advisory'
+            and database = (select oid from pg_database where datname = current_database())`;
+          return n === 1;
+        }, "the claim to wait");
+        [{ freed }] = await tx`select clock_timestamp()::text as freed`;
+      });
+      assertEquals((await claimed)!.length, 1);
+      const [{ after }] = await sql`select started_at >= ${freed!}::timestamptz as after
+      from ${sql(schema)}.starts`;
+      assert(after, "it was counted before it had the lock");
+    } finally {
+      await other.end({ timeout: 1 });
+    }
+  },
+);
 
 test("where the clock was set back, starts of later count from now, and no longer", async (sql) => {
   await queue.setQueue(sql, "q", { rate_limit: 2, rate_period_s: 0.4 });
