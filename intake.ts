@@ -115,13 +115,15 @@ export class Intake {
       return 0;
     }
     if (lane > 0) return settings.pollMaxMs;
-    const { ready, promotable } = await db.run((sql) =>
+    const { ready, promotable, opens_ms } = await db.run((sql) =>
       queue.look(sql, settings.queues, this.serves)
     );
     this.#lookedMs = sentMs;
     // None moved: somebody's open transaction holds them, which is no reason to wait with the others.
     if (promotable && await db.run((sql) => queue.promote(sql)) > 0) return 0;
-    return await this.#claimFirst(ready, stop);
+    const waitMs = await this.#claimFirst(ready, stop);
+    // Back when a queue that its rate limit holds has room, though not all workers at that instant.
+    return Math.min(waitMs, (opens_ms ?? Infinity) + 10 + Math.random() * 20);
   }
 
   /** Claims from the first of the queues that has a job for this worker. */

@@ -23,26 +23,6 @@ create trigger tell after update of finished_at on siding.jobs for each row
   when (new.webhook is not null and old.finished_at is null and new.finished_at is not null)
   execute function siding.tell();
 
--- Whether anything is due, without a lock and without a mark: the queues that may be claimed from
--- now, a JSON array of {queue, claim, alone: its next job is to run alone, head: where that job stands in
--- line}, the one with the next job in line first; and whether a scheduled job has fallen due. `queues`
--- null is all.
-create or replace function siding.look(queues text[], kinds text[], out ready jsonb, out promotable boolean)
-language sql stable as $$
-  select
-    (select coalesce(jsonb_agg(jsonb_build_object('queue', q.name, 'claim', q.claim, 'alone', head.alone,
-        'head', jsonb_build_object('priority', head.priority, 'due_at', head.due_at, 'id', head.id::text))
-                               order by head.priority desc, head.due_at, head.id), '[]')
-     from siding.queues q
-     cross join lateral (
-       select j.priority, j.due_at, j.id, j.alone from siding.jobs j
-       where j.queue = q.name and j.status = 'queued' and j.kind = any(kinds)
-       order by j.priority desc, j.due_at, j.id limit 1) head
-     where not q.paused and (queues is null or q.name = any(queues))
-       and (q.max_running is null or siding.room(q, 1) > 0)),
-    exists (select from siding.jobs where status = 'scheduled' and due_at <= now());
-$$;
-
 -- Ends attempts of one worker as done, whose jobs wrote no files and bring no others: what siding.settle
 -- does for these, at a third of what that costs. `results` is a JSON array, one for each; null is none.
 -- Returns the ids of those that stand by it. Another may be lost, or have been done by a call whose reply

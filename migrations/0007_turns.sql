@@ -203,7 +203,8 @@ language sql stable as $$
           coalesce((siding.next_turn(q.name, kinds, true, (select t.turn from siding.turns t
                       where t.queue = q.name))).alone,
             (siding.next_turn(q.name, kinds, true, '')).alone, head.alone)
-        else head.alone end)
+        else head.alone end,
+        'head', jsonb_build_object('priority', head.priority, 'due_at', head.due_at, 'id', head.id::text))
       order by head.priority desc, head.due_at, head.id) filter (where may.start > 0), '[]'),
     exists (select from siding.jobs where status = 'scheduled' and due_at <= now()),
     min(siding.opens_ms(q, now())) filter (where may.start = 0 and q.rate_limit is not null)
