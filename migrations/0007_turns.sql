@@ -192,7 +192,8 @@ create function siding.next_turn(queue_name text, kinds text[], idle boolean, la
 $$;
 
 -- Whether anything is due, without a lock and without a mark: the queues that may be claimed from
--- now, a JSON array of {queue, claim, alone: its next job is to run alone}, the one with the next job in
+-- now, a JSON array of {queue, claim, alone: its next job is to run alone, head: where that stands in
+-- line}, the one with the next job in
 -- line first; whether a scheduled job has fallen due; and in how many milliseconds a queue that its
 -- rate limit holds back has room, null when none is held. `queues` null is all.
 create function siding.look(queues text[], kinds text[], out ready jsonb, out promotable boolean,
