@@ -12,7 +12,7 @@ import {
   type LogRecord,
 } from "@logtape/logtape";
 import { z } from "zod";
-import { describe, isTransient, pause, schemaProblem } from "./db.ts";
+import { describe, isTransient, parameterOf, pause, poolerMistake, schemaProblem } from "./db.ts";
 
 /** The version of this code, in logs and in the table processes. */
 export const VERSION = "0.1.0";
@@ -125,7 +125,10 @@ export const settings = {
     parse: checked(z.string().regex(/^postgres(ql)?:\/\//)),
     rule: "it must begin with postgres://",
   },
-  prepare: yes("prepare statements; false for PgBouncer before 1.21", true),
+  prepare: yes(
+    "prepare statements; false for PgBouncer before 1.21, as ?prepare=false in the URL",
+    true,
+  ),
   statementLimitMs: int(20_000, 100, 600_000, "give up on a statement's reply after this"),
   concurrency: int(1, 1, 1000, "jobs at a time"),
   queues: nameList("work these queues only"),
@@ -310,6 +313,10 @@ export function requireDatabase(url: string | undefined): string {
       "DATABASE_URL is not a URL: special characters in a password are written as %40 and the like",
     );
   }
+  const prepare = parameterOf(url, "prepare");
+  if (prepare !== null && !/^(true|false)$/.test(prepare)) {
+    throw new UsageError(`DATABASE_URL has prepare=${prepare}: it must be true or false`);
+  }
   return url;
 }
 
@@ -370,8 +377,9 @@ export async function repeat(
 
 /** The exit code of what a script ended with: 2 usage, 3 the database could not be reached, else 1. */
 export function exitCode(error: unknown): number {
-  if (error instanceof UsageError) return 2;
-  return isTransient(error) || (error instanceof Error && isTransient(error.cause)) ? 3 : 1;
+  const causes = [error, error instanceof Error ? error.cause : null];
+  if (error instanceof UsageError || causes.some(poolerMistake)) return 2;
+  return causes.some(isTransient) ? 3 : 1;
 }
 
 /** One Ctrl-C comes twice where `deno task` passes on what the terminal sends to all (seen: within 6 ms). */

@@ -5,6 +5,7 @@
  * Nothing here leaves state in a session, so all of it runs through PgBouncer in transaction mode.
  */
 import { setImmediate } from "node:timers";
+import { getLogger } from "@logtape/logtape";
 import postgres from "postgres";
 
 /** A pool, or a transaction on one connection of it. */
@@ -32,7 +33,7 @@ export interface ConnectOptions {
   max?: number;
   /** Shown in pg_stat_activity. */
   name?: string;
-  /** Prepared statements; off for a pooler that cannot carry them (PgBouncer before 1.21). */
+  /** Prepared statements, unless the URL has `?prepare=false`: see {@linkcode poolerMistake}. */
   prepare?: boolean;
   /** Statements sent on a connection behind one whose reply is not there yet. */
   pipeline?: boolean;
@@ -43,7 +44,7 @@ export function connect(url: string, options: ConnectOptions = {}): Pool {
   if (schemaProblem) throw new TypeError(schemaProblem);
   return postgres(url, {
     max: options.max ?? 4,
-    prepare: options.prepare ?? true,
+    prepare: (options.prepare ?? true) && parameterOf(url, "prepare") !== "false",
     // @ts-ignore: the driver has the option, its types do not. With 0 it cannot begin().
     max_pipeline: options.pipeline ?? true ? 100 : 0,
     connect_timeout: 10,
@@ -53,6 +54,10 @@ export function connect(url: string, options: ConnectOptions = {}): Pool {
     connection: { application_name: options.name ?? "siding" },
   });
 }
+
+/** A parameter of a connection string, as the driver reads it; null: it has none. */
+export const parameterOf = (url: string, name: string): string | null =>
+  new URLSearchParams(url.split("?")[1]).get(name);
 
 /** What sends statements: a {@linkcode Database}, or a pool by {@linkcode via}. */
 export interface Via {
@@ -77,12 +82,15 @@ export class Database implements Via {
   #free: number;
   readonly #waiting = new Set<() => void>();
   readonly #open: () => Pool;
+  /** Ends for good at the first statement that could not be run because it was prepared. */
+  #prepare: boolean;
 
   constructor(url: string, options: ConnectOptions & { max: number }, readonly limitMs = 20_000) {
+    this.#prepare = options.prepare ?? true;
     // Sent behind another, a statement would wait for it; and PgBouncer in transaction mode loses
     // what comes behind one without parameters, since it has given the server away by then (seen
     // with 1.18: "got packet from server when not linked").
-    this.#open = () => connect(url, { ...options, pipeline: false });
+    this.#open = () => connect(url, { ...options, prepare: this.#prepare, pipeline: false });
     this.#pool = this.#open();
     this.#free = options.max;
   }
@@ -91,8 +99,21 @@ export class Database implements Via {
    * Runs `f`, which sends a statement or a few one after the other, with the pool of the moment.
    * The limit counts from when a connection is free for it, for which it waits as long at the most:
    * callers that keep coming while the database is frozen would be ever more, and none is answered.
+   *
+   * A statement that was refused because of how it was prepared took no effect: `f` is run once
+   * more, unprepared. So of several statements only the last may write.
    */
   async run<T>(f: (sql: Pool) => Promise<T>, limitMs = this.limitMs): Promise<T> {
+    try {
+      return await this.#once(f, limitMs);
+    } catch (error) {
+      if (!isPreparedAmiss(error)) throw error;
+      this.#prepareNoMore(error);
+      return await this.#once(f, limitMs);
+    }
+  }
+
+  async #once<T>(f: (sql: Pool) => Promise<T>, limitMs: number): Promise<T> {
     if (this.#free === 0) await this.#turn(limitMs);
     else this.#free--;
     const pool = this.#pool;
@@ -133,6 +154,18 @@ export class Database implements Via {
     });
   }
 
+  /**
+   * Not once more on another connection: a pooler that carries prepared statements has one for all
+   * clients that send the same text, so that it would be refused again.
+   */
+  #prepareNoMore(error: unknown): void {
+    if (!this.#prepare) return; // another call was faster
+    this.#prepare = false;
+    this.#discard(this.#pool, this.limitMs / 1000);
+    const facts = { error: describe(error) };
+    getLogger(["siding", "db"]).warn("statements are not prepared from here on: {error}", facts);
+  }
+
   #discard(pool: Pool, graceS: number): void {
     if (this.#pool === pool) this.#pool = this.#open();
     pool.end({ timeout: graceS }).catch(() => {});
@@ -149,8 +182,39 @@ export function codeOf(error: unknown): string {
   return error instanceof Error && "code" in error ? String(error.code) : "";
 }
 
+/**
+ * Whether a statement was refused because of how it was prepared, before it did anything: what was
+ * prepared is not there on this server (26000), something else is (42P05, or 08P01 for its
+ * parameters), or a table has changed since (0A000). The driver repeats the first and the last by
+ * itself, once, and in vain within a transaction and where the pooler shares what is prepared.
+ */
+function isPreparedAmiss(error: unknown): boolean {
+  const message = error instanceof Error ? error.message : "";
+  return /^(26000|42P05)$/.test(codeOf(error)) ||
+    (codeOf(error) === "08P01" && message.startsWith("bind message")) ||
+    (codeOf(error) === "0A000" && message.startsWith("cached plan"));
+}
+
+/** What a pooler does not take, with the setting and the rule; null where it is none of that. */
+export function poolerMistake(error: unknown): string | null {
+  const refused = /unsupported startup parameter(?: in options)?: (\S+)/;
+  const parameter = error instanceof Error && codeOf(error) === "08P01" &&
+    refused.exec(error.message)?.[1];
+  if (parameter) {
+    return `a pooler takes no ${parameter} at the start of a connection: leave it out of ` +
+      `DATABASE_URL, and set such limits for the role (\`deno task migrate --limit-role\`)`;
+  }
+  if (!isPreparedAmiss(error)) return null;
+  return codeOf(error) === "0A000"
+    ? "a table has changed since this was prepared, and a pooler keeps what was prepared: " +
+      "until it connects anew, SIDING_PREPARE=false or ?prepare=false in DATABASE_URL does without"
+    : "the pooler carries no prepared statements: set SIDING_PREPARE=false, or ?prepare=false in " +
+      "DATABASE_URL (PgBouncer carries them from 1.21 on, with max_prepared_statements above 0)";
+}
+
 /** Whether the connection is gone: lost, refused, or ended by the server (57P01 to 57P05, 25P03). */
 export function isDisconnect(error: unknown): boolean {
+  if (poolerMistake(error)) return false;
   const network = /^(CONNECT|ECONN|EPIPE|ETIMEDOUT|E(HOST|NET)(UNREACH|DOWN)|ENOTFOUND|EAI_)/;
   return error instanceof StatementTimeout || network.test(codeOf(error)) ||
     /^(08|57P0|25P03)/.test(codeOf(error)) ||
@@ -227,7 +291,10 @@ export function describe(error: unknown): string {
       : error instanceof AggregateError
       ? String(error.errors[0]?.message)
       : error.name;
-    return (code && !/^SD/.test(code) && !message.includes(code) ? `${message} (${code})` : message)
+    const coded = code && !/^SD/.test(code) && !message.includes(code)
+      ? `${message} (${code})`
+      : message;
+    return [coded, poolerMistake(error)].filter(Boolean).join(": ")
       .replace(/postgres(ql)?:\/\/.*/g, "postgres://…");
   } catch {
     return "something was thrown that says nothing"; // an object that cannot become a string

@@ -56,7 +56,7 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   const options = { prepare: settings.prepare, name: "siding web" };
   const some = Math.ceil(settings.connections / 2);
   const db = new Database(url, { ...options, max: some }, settings.statementLimitMs);
-  const files = new Database(url, { ...options, max: settings.connections - some + 1 });
+  const files = new Database(url, { ...options, max: settings.connections - some });
   const patience = patient(db, signal, START_MS);
   const behind = await patience.run(checkSchema);
   if (behind) log.warn("the database lacks {behind} migrations that this code knows", { behind });
