@@ -3,7 +3,7 @@ import { assert, assertEquals, assertRejects } from "@std/assert";
 import { connect, type Pool, schema } from "../db.ts";
 import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
-import { testDatabase } from "./database.ts";
+import { pooled, testDatabase } from "./database.ts";
 
 const ways = ["skip_locked", "lock", "repeatable_read"] as const;
 type Way = typeof ways[number];
@@ -82,14 +82,16 @@ for (const way of ways) {
   );
 }
 
+// Through a pooler, where more of them wait for a server than have one, fewer: it takes longer.
+const batches = pooled ? 2 : 10;
 for (const way of ["skip_locked", "lock"] as const) {
   test(
-    `64 workers take 100,000 jobs, each exactly once, by ${way}`,
+    `64 workers take ${batches}0,000 jobs, each exactly once, by ${way}`,
     { claim: way },
     64,
     async (claimers, sql) => {
       const jobs = Array.from({ length: 10_000 }, () => ({ kind: "a", queue: "q" }));
-      for (let i = 0; i < 10; i++) await queue.enqueue(sql, jobs);
+      for (let i = 0; i < batches; i++) await queue.enqueue(sql, jobs);
       const taken = await Promise.all(claimers.map(async (claimer) => {
         const ids: string[] = [];
         for (;;) {
@@ -99,7 +101,7 @@ for (const way of ["skip_locked", "lock"] as const) {
         }
       }));
       const all = taken.flat();
-      assertEquals([all.length, new Set(all).size], [100_000, 100_000]);
+      assertEquals([all.length, new Set(all).size], [batches * 10_000, batches * 10_000]);
       // The rows agree: each is with the worker that was given it.
       const rows = await sql`select worker_id, count(*)::integer as n, max(attempt) as attempt
       from ${sql(schema)}.jobs group by worker_id`;

@@ -4,6 +4,9 @@
  * The server is the one of DATABASE_URL_TEST (`deno task test` sets it, as does CI). Without that
  * an embedded one is started for the test file, so that `deno test -A tests/queue_test.ts` works
  * by hand.
+ *
+ * With DATABASE_URL_TEST_POOLED, which is that server by way of PgBouncer in transaction mode, tests
+ * and their processes connect through it.
  */
 import postgres from "postgres";
 import { connect, type Pool } from "../db.ts";
@@ -14,12 +17,18 @@ export { waitFor } from "./wait.ts";
 
 /** A database of its own for a test; dropped when disposed of. */
 export interface TestDatabase extends AsyncDisposable {
+  /** By way of the pooler, where there is one. */
   url: string;
+  /** Without it, for what is the server's own: settings of sessions, proxies before the server. */
+  direct: string;
 }
 
 // Started as the file is loaded, not in a test: no test's own resources include it. It ends with
 // us.
 const adminUrl = Deno.env.get("DATABASE_URL_TEST") || (await startPostgres()).url;
+const pooledUrl = Deno.env.get("DATABASE_URL_TEST_POOLED") || undefined;
+/** Whether tests connect through a pooler. */
+export const pooled = pooledUrl !== undefined;
 const migrations = new URL("../migrations/", import.meta.url);
 let template: Promise<string> | undefined;
 
@@ -40,25 +49,53 @@ async function copyOf(source: string): Promise<TestDatabase> {
     sql`create database ${sql(name)} template ${sql(source)} strategy file_copy`
   );
   return {
-    url: urlOf(name),
+    url: urlOf(name, pooledUrl),
+    direct: urlOf(name),
     async [Symbol.asyncDispose]() {
       await withAdmin((sql) => sql`drop database ${sql(name)} with (force)`);
     },
   };
 }
 
+/** What a test needs that a pooler in transaction mode cannot give. */
+export interface Needs {
+  /** Why it is skipped there, as its name says. */
+  noPooler?: string;
+}
+
+/** The end of a test's name, and whether it is skipped. */
+export function skipOf({ noPooler }: Needs): { note: string; ignore: boolean } {
+  const ignore = pooled && noPooler !== undefined;
+  return { note: ignore ? ` (skipped through PgBouncer: ${noPooler})` : "", ignore };
+}
+
 /** A test with a migrated database of its own, and a pool to it that is closed after. */
-export function databaseTest(name: string, body: (sql: Pool, url: string) => Promise<void>): void {
-  Deno.test(name, async () => {
-    await using database = await testDatabase();
-    const sql = connect(database.url, { max: 4 });
-    try {
-      await body(sql, database.url);
-    } finally {
-      await sql.end({ timeout: 1 });
-    }
+export function databaseTest(
+  name: string,
+  body: (sql: Pool, url: string, direct: string) => Promise<void>,
+  needs: Needs = {},
+): void {
+  const { note, ignore } = skipOf(needs);
+  Deno.test({
+    name: name + note,
+    ignore,
+    async fn() {
+      await using database = await testDatabase();
+      const sql = testPool(database.url);
+      try {
+        await body(sql, database.url, database.direct);
+      } finally {
+        await sql.end({ timeout: 1 });
+      }
+    },
   });
 }
+
+/**
+ * A pool on which a test may send several statements at once. Behind a pooler each needs a connection
+ * of its own: it loses what comes behind another (see db.ts).
+ */
+export const testPool = (url: string): Pool => connect(url, { max: pooled ? 40 : 4 });
 
 /** The database that is copied for each test: made once per server and state of the migrations. */
 async function migratedTemplate(): Promise<string> {
@@ -101,8 +138,8 @@ async function withAdmin(action: (sql: postgres.Sql) => Promise<unknown>): Promi
   }
 }
 
-function urlOf(database: string): string {
-  const url = new URL(adminUrl);
+function urlOf(database: string, server = adminUrl): string {
+  const url = new URL(server);
   url.pathname = `/${database}`;
   return url.href;
 }

@@ -6,12 +6,15 @@ import { migrate, type Migration, migrations, missing } from "../migrate.ts";
 import { emptyDatabase, testDatabase, waitFor } from "./database.ts";
 
 /** Runs a test with an empty database. */
-function test(name: string, body: (url: string, sql: Pool) => Promise<void>): void {
+function test(
+  name: string,
+  body: (url: string, sql: Pool, direct: string) => Promise<void>,
+): void {
   Deno.test(name, async () => {
     await using database = await emptyDatabase();
     const sql = connect(database.url, { max: 2 });
     try {
-      await body(database.url, sql);
+      await body(database.url, sql, database.direct);
     } finally {
       await sql.end({ timeout: 1 });
     }
@@ -160,14 +163,14 @@ test("a connection that claims in turns goes on claiming through every migration
 
 test(
   "a role's forgotten transaction and endless statement are ended by the server",
-  async (url, sql) => {
+  async (url, sql, direct) => {
     const role = `siding_${crypto.randomUUID().slice(0, 8)}`;
     await sql.unsafe(`create role ${role} login password 'x'`);
     try {
       const { code, out } = await run("migrate.ts", ["--limit-role", role], { DATABASE_URL: url });
       assertEquals(code, 0);
       assert(out.includes(`limited role ${role}: statement_timeout 30s, lock_timeout 10s`), out);
-      const theirs = new URL(url);
+      const theirs = new URL(direct); // a pooler has its own role to connect with
       Object.assign(theirs, { username: role, password: "x" });
       const limited = connect(theirs.href, { max: 1 });
       const limits = await limited`select name, setting || unit as value from pg_settings

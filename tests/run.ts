@@ -1,7 +1,8 @@
 /**
  * `deno task test`: the whole suite. On the server of DATABASE_URL_TEST if that is set; otherwise
- * on an embedded PostgreSQL 18, and what depends on the server also on each one that is installed
- * (Debian's packages).
+ * on an embedded PostgreSQL 18, and what depends on the server once more: on each one that is
+ * installed (Debian's packages), through PgBouncer in transaction mode if that is; where only
+ * PgBouncer is, on the embedded one through it.
  *
  * Arguments go on to `deno test`: `deno task test tests/queue_test.ts --filter claim`. The last
  * line is `N passed, N failed`, with `, N skipped` if any were. Exits 1 when a test failed, when
@@ -15,7 +16,8 @@
 import { tmpdir } from "node:os";
 import { basename } from "node:path";
 import postgres from "postgres";
-import { installedPostgres, startPostgres } from "../dev/postgres.ts";
+import { installedPostgres, type PostgresOptions, startPostgres } from "../dev/postgres.ts";
+import { pgbouncerVersion, startPgBouncer } from "./pgbouncer.ts";
 
 /**
  * Test files that run at once. More than the two cores of CI make tests with time limits
@@ -23,17 +25,28 @@ import { installedPostgres, startPostgres } from "../dev/postgres.ts";
  */
 const JOBS = 2;
 
-/** Tests of what a server of another version could do differently: these run on every server. */
+/** Tests of what another server, or a pooler before it, could do differently: these run once more. */
 const SERVER_DEPENDENT = [
   "claim_test.ts",
+  "controller_test.ts",
   "credits_test.ts",
   "files_test.ts",
   "migrate_test.ts",
   "queue_test.ts",
+  "worker_test.ts",
 ];
 
 /** Files with failures that are tried again; with more of them it is not the machine. */
 const MOST_AGAIN = 3;
+
+/** The second run's servers. */
+function others(): PostgresOptions[] {
+  const installed = installedPostgres().map(({ binDir }) => ({ binDir }));
+  return installed.length === 0 && pgbouncerVersion ? [{}] : installed;
+}
+
+/** Each test has a database, and so a pool of its own; idle connections go back to the server soon. */
+const POOLER = { default_pool_size: 20, max_client_conn: 2000, server_idle_timeout: 2 };
 
 /** How the report joins the name of a step to that of its test. */
 const STEP = " &gt; ";
@@ -68,9 +81,10 @@ async function main(args: string[]): Promise<number> {
       counts.push(await runTwice(server.url, files, flags));
     }
     const dependent = files.filter((file) => SERVER_DEPENDENT.includes(basename(file)));
-    for (const { binDir } of dependent.length ? installedPostgres() : []) {
-      await using server = await startPostgres({ binDir });
-      counts.push(await runTwice(server.url, dependent, flags));
+    for (const options of dependent.length ? others() : []) {
+      await using server = await startPostgres(options);
+      await using pooler = pgbouncerVersion ? await startPgBouncer(server.url, POOLER) : null;
+      counts.push(await runTwice(server.url, dependent, flags, pooler?.url));
     }
   }
 
@@ -86,13 +100,18 @@ async function main(args: string[]): Promise<number> {
 }
 
 /** Runs the files, and those that failed once more. */
-async function runTwice(url: string, files: string[], flags: string[]): Promise<Counts> {
-  const counts = await runOn(url, files, flags);
+async function runTwice(
+  url: string,
+  files: string[],
+  flags: string[],
+  pooled?: string,
+): Promise<Counts> {
+  const counts = await runOn(url, files, flags, pooled);
   const failed = files.filter((file) => counts.failures.some((failure) => failure.file === file));
   if (failed.length > MOST_AGAIN) return counts;
   for (const file of failed) {
     console.log(`\n${file} failed: it runs again, by itself`);
-    const again = await runOn(url, [file], flags);
+    const again = await runOn(url, [file], flags, pooled);
     if (again.failed > 0 || again.passed === 0) continue;
     for (const failure of counts.failures.filter((failure) => failure.file === file)) {
       failure.name += " (UNSTEADY: it passed when its file ran again by itself)";
@@ -104,8 +123,14 @@ async function runTwice(url: string, files: string[], flags: string[]): Promise<
 }
 
 /** Runs the files in one `deno test` on the server at `url`, and says what came of it. */
-async function runOn(url: string, files: string[], flags: string[]): Promise<Counts> {
-  console.log(`\n${files.length} test files on PostgreSQL ${await versionOf(url)}`);
+async function runOn(
+  url: string,
+  files: string[],
+  flags: string[],
+  pooledUrl = "",
+): Promise<Counts> {
+  const through = pooledUrl && `, through PgBouncer ${pgbouncerVersion}`;
+  console.log(`\n${files.length} test files on PostgreSQL ${await versionOf(url)}${through}`);
   // For all that the tests and their processes leave, killed ones too; open to any user, since
   // servers that root starts run as another.
   const folder = await Deno.makeTempDir({ prefix: "siding-" });
@@ -118,7 +143,8 @@ async function runOn(url: string, files: string[], flags: string[]): Promise<Cou
         ...[`--junit-path=${report}`, ...flags, ...files],
       ],
       env: {
-        ...{ DATABASE_URL_TEST: url, DENO_JOBS: String(JOBS), TMPDIR: folder },
+        ...{ DATABASE_URL_TEST: url, DATABASE_URL_TEST_POOLED: pooledUrl },
+        ...{ DENO_JOBS: String(JOBS), TMPDIR: folder },
         // Pictures of the pages are to be looked at after all else is removed.
         SIDING_ARTIFACTS: Deno.env.get("SIDING_ARTIFACTS") || `${tmpdir()}/siding-pages`,
       },
