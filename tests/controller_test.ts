@@ -10,7 +10,7 @@ import { looks } from "../looks.ts";
 import { defaults } from "../policy.ts";
 import * as queue from "../queue.ts";
 import { Railway } from "../railway.ts";
-import { databaseTest, waitFor } from "./database.ts";
+import { databaseTest, type Needs, waitFor } from "./database.ts";
 import { enqueueMany } from "./kinds.ts";
 import { hasty, runScript, startScript } from "./processes.ts";
 
@@ -38,11 +38,12 @@ function test(
   name: string,
   body: (sql: Pool, railway: LocalRailway, url: string) => Promise<void>,
   options: Partial<RailwayOptions> = {},
+  needs: Needs = {},
 ): void {
   databaseTest(name, async (sql, url) => {
     await using railway = await workersOn(url, [], options);
     await body(sql, railway, url);
-  });
+  }, needs);
 }
 
 const envOf = (railway: LocalRailway, url: string) => ({
@@ -235,6 +236,8 @@ for (
       assertEquals(total(railway), 1);
       await jobs.release();
     },
+    {},
+    mood === "unauthorized" ? {} : { noPooler: "one of Railway's answers is enough there" },
   );
 }
 
@@ -426,6 +429,8 @@ test(
     agree("wait p95", real.wait_s, quantile(result.waitS, 0.95));
     agree("replica-seconds", real.replica_s, result.replicaS);
   },
+  {},
+  { noPooler: "it measures the policy, on real workers" },
 );
 
 databaseTest(
@@ -449,20 +454,25 @@ databaseTest(
   },
 );
 
-test("what a controller needs and has not is told by name, with 2", async (_sql, railway, url) => {
-  const env = envOf(railway, url);
-  const wrong: [Record<string, string>, string[], string][] = [
-    [{ RAILWAY_TOKEN: "" }, [], "RAILWAY_TOKEN is not set"],
-    [{ SIDING_WORKER_SERVICE_ID: "" }, [], "SIDING_WORKER_SERVICE_ID is not set"],
-    [{ RAILWAY_ENVIRONMENT_ID: "" }, [], "RAILWAY_ENVIRONMENT_ID is not set"],
-    [{}, ["--min", "5"], "--min is 5: it must not be more than --max, 4"],
-  ];
-  for (const [without, flags, message] of wrong) {
-    const { code, stderr } = await runScript("controller.ts", flags, { ...env, ...without });
-    assertEquals(code, 2, stderr);
-    assertStringIncludes(stderr, message);
-  }
-});
+test(
+  "what a controller needs and has not is told by name, with 2",
+  async (_sql, railway, url) => {
+    const env = envOf(railway, url);
+    const wrong: [Record<string, string>, string[], string][] = [
+      [{ RAILWAY_TOKEN: "" }, [], "RAILWAY_TOKEN is not set"],
+      [{ SIDING_WORKER_SERVICE_ID: "" }, [], "SIDING_WORKER_SERVICE_ID is not set"],
+      [{ RAILWAY_ENVIRONMENT_ID: "" }, [], "RAILWAY_ENVIRONMENT_ID is not set"],
+      [{}, ["--min", "5"], "--min is 5: it must not be more than --max, 4"],
+    ];
+    for (const [without, flags, message] of wrong) {
+      const { code, stderr } = await runScript("controller.ts", flags, { ...env, ...without });
+      assertEquals(code, 2, stderr);
+      assertStringIncludes(stderr, message);
+    }
+  },
+  {},
+  { noPooler: "it ends before it connects" },
+);
 
 test(
   "a look that is too old when Railway is to be told is dropped, and the next one acts",

@@ -388,7 +388,7 @@ test("settings that contradict each other are refused", async (_, url) => {
     worker.log(),
     "--lease-s is 1: it must be at least three times --heartbeat-ms",
   );
-});
+}, { noPooler: "it ends before it connects" });
 
 test(
   "a worker goes on after the database was away for a moment, and so does its job",
@@ -542,4 +542,5 @@ test(
     const [small, large] = [await peakOf(50), await peakOf(200)];
     assert(large - small < 40, `${small.toFixed(0)} MiB for 50 MB, ${large.toFixed(0)} for 200`);
   },
+  { noPooler: "it measures the worker's memory; files_test.ts sends files through it" },
 );
