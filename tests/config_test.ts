@@ -1,7 +1,7 @@
 /** Flags, variables, help and exit codes. */
 import { assert, assertEquals, assertThrows } from "@std/assert";
 import * as config from "../config.ts";
-import { StatementTimeout } from "../db.ts";
+import { connect, StatementTimeout } from "../db.ts";
 
 const program = { name: "test", summary: "A test.", usage: "WORD …", example: "deno task test" };
 const spec = {
@@ -147,3 +147,17 @@ for (const script of [...scripts, ...tools]) {
     assertEquals(words.code, 2, words.err);
   });
 }
+
+Deno.test("?prepare= in the connection string is true or false, and false counts over the setting", () => {
+  const url = "postgres://nobody@127.0.0.1:1/none";
+  assertThrows(
+    () => config.requireDatabase(`${url}?prepare=off`),
+    config.UsageError,
+    "DATABASE_URL has prepare=off: it must be true or false",
+  );
+  assertEquals(config.requireDatabase(`${url}?prepare=false`), `${url}?prepare=false`);
+  assertEquals(connect(url).options.prepare, true);
+  assertEquals(connect(url, { prepare: false }).options.prepare, false);
+  const off = connect(`${url}?sslmode=disable&prepare=false`, { prepare: true });
+  assertEquals(off.options.prepare, false);
+});
