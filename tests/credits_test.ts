@@ -508,8 +508,9 @@ test("who waits for an account sees what the one before took, and is told so", a
     await other.begin(async (tx) => {
       await queue.enqueue(tx, [job]);
       refused = assertRejects(() => queue.enqueue(sql, [job]), queue.EnqueueError);
+      // Not in the transaction, which sees who waits as it was at its first look.
       await waitFor(async () => {
-        const [{ n }] = await tx`select count(*)::integer as n from pg_stat_activity
+        const [{ n }] = await sql`select count(*)::integer as n from pg_stat_activity
           where datname = current_database() and wait_event_type = 'Lock'`;
         return n === 1;
       }, "the second to wait for the first");
