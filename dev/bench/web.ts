@@ -2,14 +2,21 @@
  * The site under load: submits at a steady rate, each sent when it is due whether or not those before
  * were answered, with event streams open; and how long its pages take among many jobs.
  */
-import { cpus } from "node:os";
-import postgres from "postgres";
-import { connect, pause, schema } from "../../db.ts";
+import * as config from "../../config.ts";
+import { pause, type Pool, schema } from "../../db.ts";
 import { createKey } from "../../keys.ts";
-import { migrate } from "../../migrate.ts";
-import { quantile } from "../simulation/report.ts";
-import { startPostgres } from "../postgres.ts";
 import { type RunningSite, startSite } from "../site.ts";
+import {
+  benchServer,
+  type Common,
+  type Machine,
+  machineText,
+  type Measurement,
+  median,
+  quantile,
+  type Say,
+} from "./common.ts";
+import { picture } from "./svg.ts";
 
 export interface Load {
   rate: number;
@@ -19,7 +26,7 @@ export interface Load {
 }
 
 export interface Report {
-  machine: { cores: number; model: string; deno: string; postgres: string };
+  machine: Machine;
   settings: Load;
   load: {
     submitted: number;
@@ -46,57 +53,36 @@ const PAGES = [
   ...["/api/jobs", "/api/queues"],
 ];
 
+const flags = {
+  rate: config.flag(config.int(200, 1, 10_000, "submits a second")),
+  seconds: config.flag(config.int(60, 1, 3600, "for so long")),
+  streams: config.flag(config.int(100, 0, 1000, "event streams that are open meanwhile")),
+  jobs: config.flag(config.int(1_000_000, 0, 10_000_000, "finished jobs that are there already")),
+};
+
 /** @param say hears how far it is */
 export async function benchWeb(
-  settings: Load,
+  settings: Load & Common,
   signal: AbortSignal,
-  say: (line: string) => void,
+  say: Say,
 ): Promise<Report> {
-  await using database = await aDatabase();
-  await migrate(database.url);
-  const sql = connect(database.url, { max: 2, name: "siding bench" });
-  try {
-    say(`${settings.jobs} finished jobs…`);
-    await fill(sql, settings.jobs);
-    const [{ server_version }] = await sql`show server_version`;
-    const flags = ["--submits-per-minute", "10000000", "--open-metrics"];
-    await using site = await startSite(database.url, flags);
-    const pages = await timePages(site, say);
-    const { key } = await createKey(sql, "bench");
-    const load = await submits(site, key, settings, signal, say);
-    const { rate, seconds, streams, jobs } = settings;
-    const machine = {
-      ...{ cores: cpus().length, model: cpus()[0].model.trim(), deno: Deno.version.deno },
-      postgres: server_version,
-    };
-    return { machine, settings: { rate, seconds, streams, jobs }, load, pages };
-  } finally {
-    await sql.end({ timeout: 1 });
-  }
+  const { rate, streams } = settings;
+  const [seconds, jobs] = settings.quick ? [5, 20_000] : [settings.seconds, settings.jobs];
+  await using server = await benchServer();
+  await using database = await server.database();
+  const { sql } = database;
+  say(`${jobs} finished jobs…`);
+  await fill(sql, jobs);
+  const siteFlags = ["--submits-per-minute", "10000000", "--open-metrics"];
+  await using site = await startSite(database.url, siteFlags);
+  const pages = await timePages(site, say);
+  const { key } = await createKey(sql, "bench");
+  const load = { rate, seconds, streams, jobs };
+  const result = await submits(site, key, load, signal, say);
+  return { machine: server.machine, settings: load, load: result, pages };
 }
 
-/** A database for the bench alone, on the server of DATABASE_URL_TEST or on an embedded one. */
-async function aDatabase(): Promise<{ url: string } & AsyncDisposable> {
-  const given = Deno.env.get("DATABASE_URL_TEST");
-  if (!given) {
-    const server = await startPostgres();
-    return { url: server.url, [Symbol.asyncDispose]: () => server.stop() };
-  }
-  const name = `siding_bench_${crypto.randomUUID().replaceAll("-", "")}`;
-  const admin = postgres(given, { max: 1, onnotice: () => {} });
-  await admin.unsafe(`create database ${name}`);
-  const url = new URL(given);
-  url.pathname = `/${name}`;
-  return {
-    url: url.href,
-    async [Symbol.asyncDispose]() {
-      await admin.unsafe(`drop database ${name} with (force)`);
-      await admin.end();
-    },
-  };
-}
-
-async function fill(sql: postgres.Sql, jobs: number): Promise<void> {
+async function fill(sql: Pool, jobs: number): Promise<void> {
   await sql`
     insert into ${
     sql(schema)
@@ -111,7 +97,7 @@ async function fill(sql: postgres.Sql, jobs: number): Promise<void> {
 
 async function timePages(
   site: RunningSite,
-  say: (line: string) => void,
+  say: Say,
 ): Promise<Record<string, number>> {
   const cookie = await site.signIn();
   const times: Record<string, number> = {};
@@ -124,7 +110,7 @@ async function timePages(
       if (!reply.ok && reply.status !== 503) throw new Error(`${path}: ${reply.status}`);
       read.push(performance.now() - startedMs);
     }
-    times[path] = quantile(sorted(read), 0.5);
+    times[path] = median(read);
     say(`${path} ${times[path].toFixed(1)} ms`);
   }
   return times;
@@ -135,7 +121,7 @@ async function submits(
   key: string,
   { rate, seconds, streams }: Load,
   signal: AbortSignal,
-  say: (line: string) => void,
+  say: Say,
 ): Promise<Report["load"]> {
   const headers = { authorization: `Bearer ${key}`, "content-type": "application/json" };
   const failures: Record<string, number> = {};
@@ -195,20 +181,19 @@ async function submits(
   await Promise.all(underWay);
   largest = Math.max(largest, rss());
   const stillOpen = open;
-  const ms = sorted(latencies);
   over.abort();
   await Promise.all(following);
   return {
     submitted: latencies.length,
     failed: Object.values(failures).reduce((sum, n) => sum + n, 0),
     failures,
-    ...{ p50_ms: quantile(ms, 0.5), p95_ms: quantile(ms, 0.95), p99_ms: quantile(ms, 0.99) },
+    p50_ms: quantile(latencies, 0.5),
+    p95_ms: quantile(latencies, 0.95),
+    p99_ms: quantile(latencies, 0.99),
     streams: stillOpen,
     ...{ rss_mib: base, rss_max_mib: largest },
   };
 }
-
-const sorted = (values: number[]) => Float64Array.from(values).sort();
 
 /** What a process has in memory, in MiB. Linux only. */
 function memoryMib(pid: number): number {
@@ -216,11 +201,11 @@ function memoryMib(pid: number): number {
   return Number(/^VmRSS:\s+(\d+) kB/m.exec(status)?.[1]) / 1024;
 }
 
-export function textOf({ machine, settings, load, pages }: Report): string {
+function textOf({ machine, settings, load, pages }: Report): string {
   const ms = (value: number) => `${value.toFixed(1)} ms`;
   const failures = Object.entries(load.failures).map(([what, n]) => `${n} × ${what}`).join(", ");
   return [
-    `${machine.cores} × ${machine.model}, Deno ${machine.deno}, PostgreSQL ${machine.postgres}; ` +
+    machineText(machine),
     `${settings.jobs} finished jobs in the table`,
     "",
     ...Object.entries(pages).map(([path, took]) => `${ms(took).padStart(10)}  ${path}`),
@@ -233,3 +218,27 @@ export function textOf({ machine, settings, load, pages }: Report): string {
     `at the most ${load.rss_max_mib.toFixed(0)} (+${(load.rss_max_mib - load.rss_mib).toFixed(0)})`,
   ].join("\n");
 }
+
+function svgOf({ machine, settings, load, pages }: Report): string {
+  const bar = (label: string, value: number) => ({ label, bars: [{ series: "ms", value }] });
+  const title = `The site, ${settings.rate} submits a second, ${settings.jobs} finished jobs`;
+  return picture(title, machineText(machine).split("\n")[0], [
+    {
+      ...{ kind: "bars", title: "Answer to a submit", unit: "ms" },
+      groups: [bar("p50", load.p50_ms), bar("p95", load.p95_ms), bar("p99", load.p99_ms)],
+    },
+    {
+      ...{ kind: "bars", title: "Pages", unit: "ms", log: true },
+      groups: Object.entries(pages).map(([path, ms]) => bar(path, ms)),
+    },
+  ]);
+}
+
+export const web: Measurement<Load & Common, Report> = {
+  summary: "the site under load, and its pages among many jobs",
+  flags,
+  run: benchWeb,
+  text: textOf,
+  svg: svgOf,
+  failed: ({ load }) => load.failed > 0,
+};
