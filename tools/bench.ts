@@ -15,9 +15,10 @@
  */
 import * as config from "../config.ts";
 import type { Measurement } from "../dev/bench/common.ts";
+import { drain } from "../dev/bench/drain.ts";
 import { web } from "../dev/bench/web.ts";
 
-const measurements: Record<string, Measurement> = { web };
+const measurements: Record<string, Measurement> = { drain, web };
 
 const common = {
   quick: config.flag(config.yes("small sizes: all measurements in less than two minutes")),

@@ -38,16 +38,19 @@ export interface Measurement<Settings extends Common = any, Report = any> {
 
 /** A database of a measurement's own, dropped when disposed of. */
 export interface BenchDatabase extends AsyncDisposable {
+  name: string;
   url: string;
   /** A small pool on it, for the measurement's own looks. */
   sql: Pool;
+  /** Closes the pool, for good. */
+  close(): Promise<void>;
 }
 
 /** A server to measure on, stopped when disposed of if it was started here. */
 export interface BenchServer extends AsyncDisposable {
   machine: Machine;
-  /** Makes a database: with Siding's tables in it, or empty for a peer. */
-  database(options?: { empty?: boolean }): Promise<BenchDatabase>;
+  /** Makes a database: with Siding's tables in it, or empty for a peer, or a copy of another one. */
+  database(options?: { empty?: boolean; copyOf?: BenchDatabase }): Promise<BenchDatabase>;
   /** CPU seconds that all of the server's processes have used so far; null where that cannot be read. */
   cpuS(): number | null;
 }
@@ -58,11 +61,17 @@ export interface BenchServer extends AsyncDisposable {
  *
  * @param settings server settings for an embedded one, such as `autovacuum: "off"`
  */
-export async function benchServer(settings: Record<string, string> = {}): Promise<BenchServer> {
+export async function benchServer(
+  settings: Record<string, string> = {},
+): Promise<BenchServer> {
   const given = Deno.env.get("DATABASE_URL_TEST");
   const durable = { fsync: "on", full_page_writes: "on" };
   const started = given ? null : await startPostgres({ settings: { ...durable, ...settings } });
-  const admin = postgres(given || started!.url, { max: 1, fetch_types: false, onnotice: () => {} });
+  const admin = postgres(given || started!.url, {
+    max: 1,
+    fetch_types: false,
+    onnotice: () => {},
+  });
   const stop = async () => {
     await admin.end({ timeout: 1 });
     await started?.stop();
@@ -70,8 +79,11 @@ export async function benchServer(settings: Record<string, string> = {}): Promis
   try {
     const postmaster = started?.pid ?? await postmasterOf(admin);
     return {
-      machine: await machineOf(admin, started ? "embedded" : "of DATABASE_URL_TEST"),
-      database: (options = {}) => aDatabase(admin, given || started!.url, options.empty ?? false),
+      machine: await machineOf(
+        admin,
+        started ? "embedded" : "of DATABASE_URL_TEST",
+      ),
+      database: (options = {}) => aDatabase(admin, given || started!.url, options),
       cpuS: () => postmaster === null ? null : cpuSecondsOf(postmaster),
       [Symbol.asyncDispose]: stop,
     };
@@ -81,19 +93,27 @@ export async function benchServer(settings: Record<string, string> = {}): Promis
   }
 }
 
-async function aDatabase(admin: Pool, adminUrl: string, empty: boolean): Promise<BenchDatabase> {
+async function aDatabase(
+  admin: Pool,
+  adminUrl: string,
+  { empty, copyOf }: { empty?: boolean; copyOf?: BenchDatabase },
+): Promise<BenchDatabase> {
   const name = `siding_bench_${crypto.randomUUID().replaceAll("-", "")}`;
-  await admin`create database ${admin(name)}`;
+  if (copyOf) {
+    await copyOf.close(); // a database in use cannot be copied
+    await admin`create database ${admin(name)} template ${admin(copyOf.name)} strategy file_copy`;
+  } else await admin`create database ${admin(name)}`;
   const url = new URL(adminUrl);
   url.pathname = `/${name}`;
   const sql = connect(url.href, { max: 4, name: "siding bench" });
+  const close = () => sql.end({ timeout: 1 });
   const drop = async () => {
-    await sql.end({ timeout: 1 });
+    await close();
     await admin`drop database ${admin(name)} with (force)`;
   };
   try {
-    if (!empty) await migrate(url.href);
-    return { url: url.href, sql, [Symbol.asyncDispose]: drop };
+    if (!empty && !copyOf) await migrate(url.href);
+    return { name, url: url.href, sql, close, [Symbol.asyncDispose]: drop };
   } catch (error) {
     await drop();
     throw error;
@@ -113,20 +133,33 @@ export interface Machine {
 }
 
 const SETTINGS = [
-  ...["fsync", "synchronous_commit", "full_page_writes", "wal_level", "shared_buffers"],
+  ...[
+    "fsync",
+    "synchronous_commit",
+    "full_page_writes",
+    "wal_level",
+    "shared_buffers",
+  ],
   ...["max_wal_size", "autovacuum", "jit"],
 ];
 
 /** The machine and the server, to be printed with each figure. */
 async function machineOf(sql: Pool, server: string): Promise<Machine> {
-  const [{ version, settings }] = await sql<{ version: string; settings: Machine["settings"] }[]>`
+  const [{ version, settings }] = await sql<
+    { version: string; settings: Machine["settings"] }[]
+  >`
     select current_setting('server_version') as version,
       (select jsonb_object_agg(name, current_setting(name)) from pg_settings
         where name = any(${`{${SETTINGS}}`}::text[])) as settings`;
   return {
-    ...{ cores: cpus().length, model: cpus()[0]?.model.trim() || "unknown processor" },
+    ...{
+      cores: cpus().length,
+      model: cpus()[0]?.model.trim() || "unknown processor",
+    },
     ...{ deno: Deno.version.deno, postgres: version.split(" ")[0], server },
-    settings: Object.fromEntries(SETTINGS.map((name) => [name, settings[name]])),
+    settings: Object.fromEntries(
+      SETTINGS.map((name) => [name, settings[name]]),
+    ),
   };
 }
 
@@ -150,8 +183,10 @@ export function quantile(values: ArrayLike<number>, share: number): number {
 }
 
 /** How many times `other` goes into `one`, to two digits; null where there is nothing to compare. */
-export const ratio = (one: number | null | undefined, other: number | null | undefined) =>
-  one && other && Number.isFinite(one / other) ? round(one / other, 2) : null;
+export const ratio = (
+  one: number | null | undefined,
+  other: number | null | undefined,
+) => one && other && Number.isFinite(one / other) ? round(one / other, 2) : null;
 
 /**
  * Has contenders take turns, so that whatever else the machine does meets all of them: each once a
@@ -167,7 +202,9 @@ export async function inTurns<T>(
   say: Say,
 ): Promise<Record<string, T[]>> {
   const names = Object.keys(contenders);
-  const measured: Record<string, T[]> = Object.fromEntries(names.map((name) => [name, []]));
+  const measured: Record<string, T[]> = Object.fromEntries(
+    names.map((name) => [name, []]),
+  );
   for (let n = 0; n < rounds; n++) {
     for (let i = 0; i < names.length; i++) {
       signal.throwIfAborted();
@@ -184,7 +221,9 @@ const TICKS_A_SECOND = 100; // Linux's USER_HZ, the same on every architecture t
 /** The fields of /proc/PID/stat after the name; null when there is no such process. */
 function statOf(pid: number): { name: string; fields: string[] } | null {
   try {
-    const [, name, rest] = /\((.*)\) (.*)/s.exec(Deno.readTextFileSync(`/proc/${pid}/stat`))!;
+    const [, name, rest] = /\((.*)\) (.*)/s.exec(
+      Deno.readTextFileSync(`/proc/${pid}/stat`),
+    )!;
     return { name, fields: rest.trim().split(" ") };
   } catch {
     return null;
@@ -200,14 +239,18 @@ export function cpuSecondsOf(pid: number): number | null {
   let sum = ticks(root.fields, 11, 15); // utime, stime, and both of children that were waited for
   for (const { name } of Deno.readDirSync("/proc")) {
     const child = /^\d+$/.test(name) ? statOf(Number(name)) : null;
-    if (child && Number(child.fields[1]) === pid) sum += ticks(child.fields, 11, 15);
+    if (child && Number(child.fields[1]) === pid) {
+      sum += ticks(child.fields, 11, 15);
+    }
   }
   return sum / TICKS_A_SECOND;
 }
 
 /** The process id of the server behind a connection, if it runs on this machine where /proc shows it. */
 async function postmasterOf(sql: Pool): Promise<number | null> {
-  const [{ pid }] = await sql<{ pid: number }[]>`select pg_backend_pid() as pid`;
+  const [{ pid }] = await sql<
+    { pid: number }[]
+  >`select pg_backend_pid() as pid`;
   const backend = statOf(pid);
   return backend?.name === "postgres" ? Number(backend.fields[1]) : null;
 }

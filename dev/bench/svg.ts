@@ -51,7 +51,9 @@ const STYLE = `
   .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
 ${
   Array.from({ length: COLOURS }, (_, n) =>
-    `  .f${n} { fill: var(--c${n}); } .s${n} { stroke: var(--c${n}); }`).join("\n")
+    `  .f${n} { fill: var(--c${n}); } .s${n} { stroke: var(--c${n}); }`).join(
+      "\n",
+    )
 }`;
 
 /**
@@ -59,7 +61,11 @@ ${
  *
  * @param note one line below the title, such as the machine
  */
-export function picture(title: string, note: string, charts: readonly (Bars | Lines)[]): string {
+export function picture(
+  title: string,
+  note: string,
+  charts: readonly (Bars | Lines)[],
+): string {
   const series = [...new Set(charts.flatMap(seriesOf))];
   const parts: string[] = [];
   let y = TOP;
@@ -94,8 +100,15 @@ const seriesOf = (chart: Bars | Lines) =>
     : chart.series.map(({ name }) => name);
 
 /** The title of a chart, and its series with their colours, in as many rows as they need. */
-function head(title: string, names: string[], top: number, colours: Colours): Drawn {
-  const parts = [`<text class="name" x="24" y="${top + 22}">${escape(title)}</text>`];
+function head(
+  title: string,
+  names: string[],
+  top: number,
+  colours: Colours,
+): Drawn {
+  const parts = [
+    `<text class="name" x="24" y="${top + 22}">${escape(title)}</text>`,
+  ];
   let [x, y] = [24, top + 44];
   for (const name of names) {
     const width = 26 + name.length * 6.6;
@@ -151,8 +164,20 @@ function linesOf(chart: Lines, top: number, colours: Colours): Drawn {
   const { parts, bottom } = head(chart.title, seriesOf(chart), top, colours);
   const points = chart.series.flatMap(({ points }) => points);
   const low = bottom + 20 + LINES_HEIGHT;
-  const x = scaleOf(points.map(([x]) => x), LINES_LEFT, WIDTH - 32, chart.x.log ?? false, false);
-  const y = scaleOf(points.map(([, y]) => y), low, bottom + 20, chart.y.log ?? false, true);
+  const x = scaleOf(
+    points.map(([x]) => x),
+    LINES_LEFT,
+    WIDTH - 32,
+    chart.x.log ?? false,
+    false,
+  );
+  const y = scaleOf(
+    points.map(([, y]) => y),
+    low,
+    bottom + 20,
+    chart.y.log ?? false,
+    true,
+  );
   return {
     parts: [
       ...parts,
@@ -173,13 +198,21 @@ function linesOf(chart: Lines, top: number, colours: Colours): Drawn {
   };
 }
 
-function lineOf(name: string, points: [number, number][], x: Scale, y: Scale, colour: number) {
+function lineOf(
+  name: string,
+  points: [number, number][],
+  x: Scale,
+  y: Scale,
+  colour: number,
+) {
   const places = points.map(([px, py]) => [fine(x.at(px)), fine(y.at(py))]);
   const dots = points.length > 60
     ? []
     : places.map(([px, py], index) =>
       `<circle class="f${colour}" cx="${px}" cy="${py}" r="3"><title>${
-        escape(`${name}: ${short(points[index][0])}, ${short(points[index][1])}`)
+        escape(
+          `${name}: ${short(points[index][0])}, ${short(points[index][1])}`,
+        )
       }</title></circle>`
     );
   const path = places.map(([px, py], index) => `${index ? "L" : "M"}${px} ${py}`).join("");
@@ -210,7 +243,13 @@ function scaleOf(
       value <= low ? from : from + (to - from) * Math.log(value / low) / Math.log(high / low);
     const first = Math.ceil(Math.log10(low) - 1e-9);
     const count = Math.floor(Math.log10(high) + 1e-9) - first + 1;
-    return { at, marks: Array.from({ length: Math.max(0, count) }, (_, n) => 10 ** (first + n)) };
+    return {
+      at,
+      marks: Array.from(
+        { length: Math.max(0, count) },
+        (_, n) => 10 ** (first + n),
+      ),
+    };
   }
   const start = fromZero ? Math.min(0, least) : least;
   const span = most - start || 1;

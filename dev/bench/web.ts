@@ -48,16 +48,38 @@ export interface Report {
 
 const READS = 5;
 const PAGES = [
-  ...["/", "/jobs", "/jobs?status=queued", "/jobs?status=failed", "/jobs?owner=nobody"],
-  ...["/jobs?kind=none", "/dashboard", "/review", "/queues", "/health/service", "/metrics"],
+  ...[
+    "/",
+    "/jobs",
+    "/jobs?status=queued",
+    "/jobs?status=failed",
+    "/jobs?owner=nobody",
+  ],
+  ...[
+    "/jobs?kind=none",
+    "/dashboard",
+    "/review",
+    "/queues",
+    "/health/service",
+    "/metrics",
+  ],
   ...["/api/jobs", "/api/queues"],
 ];
 
 const flags = {
   rate: config.flag(config.int(200, 1, 10_000, "submits a second")),
   seconds: config.flag(config.int(60, 1, 3600, "for so long")),
-  streams: config.flag(config.int(100, 0, 1000, "event streams that are open meanwhile")),
-  jobs: config.flag(config.int(1_000_000, 0, 10_000_000, "finished jobs that are there already")),
+  streams: config.flag(
+    config.int(100, 0, 1000, "event streams that are open meanwhile"),
+  ),
+  jobs: config.flag(
+    config.int(
+      1_000_000,
+      0,
+      10_000_000,
+      "finished jobs that are there already",
+    ),
+  ),
 };
 
 /** @param say hears how far it is */
@@ -107,7 +129,9 @@ async function timePages(
       const startedMs = performance.now();
       const reply = await site.ask(path, { headers: { cookie } });
       await reply.body?.cancel();
-      if (!reply.ok && reply.status !== 503) throw new Error(`${path}: ${reply.status}`);
+      if (!reply.ok && reply.status !== 503) {
+        throw new Error(`${path}: ${reply.status}`);
+      }
       read.push(performance.now() - startedMs);
     }
     times[path] = median(read);
@@ -123,14 +147,24 @@ async function submits(
   signal: AbortSignal,
   say: Say,
 ): Promise<Report["load"]> {
-  const headers = { authorization: `Bearer ${key}`, "content-type": "application/json" };
+  const headers = {
+    authorization: `Bearer ${key}`,
+    "content-type": "application/json",
+  };
   const failures: Record<string, number> = {};
   const latencies: number[] = [];
   const submit = async (n: number) => {
     const startedMs = performance.now();
     try {
-      const body = JSON.stringify({ kind: "transcribe", payload: { title: `bench ${n}` } });
-      const reply = await fetch(`${site.address}/api/jobs`, { method: "POST", headers, body });
+      const body = JSON.stringify({
+        kind: "transcribe",
+        payload: { title: `bench ${n}` },
+      });
+      const reply = await fetch(`${site.address}/api/jobs`, {
+        method: "POST",
+        headers,
+        body,
+      });
       const { id } = await reply.json();
       if (reply.status === 201) {
         latencies.push(performance.now() - startedMs);
@@ -146,7 +180,9 @@ async function submits(
 
   const over = new AbortController();
   let open = 0;
-  const followed = await Promise.all(Array.from({ length: streams }, (_, n) => submit(-1 - n)));
+  const followed = await Promise.all(
+    Array.from({ length: streams }, (_, n) => submit(-1 - n)),
+  );
   const follow = async (id: string | null) => {
     try {
       const url = `${site.address}/api/jobs/${id}/events`;
@@ -220,12 +256,19 @@ function textOf({ machine, settings, load, pages }: Report): string {
 }
 
 function svgOf({ machine, settings, load, pages }: Report): string {
-  const bar = (label: string, value: number) => ({ label, bars: [{ series: "ms", value }] });
+  const bar = (label: string, value: number) => ({
+    label,
+    bars: [{ series: "ms", value }],
+  });
   const title = `The site, ${settings.rate} submits a second, ${settings.jobs} finished jobs`;
   return picture(title, machineText(machine).split("\n")[0], [
     {
       ...{ kind: "bars", title: "Answer to a submit", unit: "ms" },
-      groups: [bar("p50", load.p50_ms), bar("p95", load.p95_ms), bar("p99", load.p99_ms)],
+      groups: [
+        bar("p50", load.p50_ms),
+        bar("p95", load.p95_ms),
+        bar("p99", load.p99_ms),
+      ],
     },
     {
       ...{ kind: "bars", title: "Pages", unit: "ms", log: true },

@@ -1,0 +1,204 @@
+/**
+ * How fast no-op jobs that are all there already are drained, by one process and by several.
+ *
+ * The same clock for every contender: it starts at the time of the first claim, as the rows have it,
+ * and ends at the first look at the database that finds nothing left, both by the database's clock.
+ * The start of the processes does not count. The looks count what is left; they come closer together
+ * toward the end, the last ones some milliseconds apart, so that they cost next to nothing.
+ */
+import * as config from "../../config.ts";
+import { pause } from "../../db.ts";
+import {
+  aligned,
+  type BenchDatabase,
+  type BenchServer,
+  benchServer,
+  type Common,
+  inTurns,
+  type Machine,
+  machineText,
+  type Measurement,
+  median,
+  ratio,
+  type Say,
+} from "./common.ts";
+import type { How } from "./contender.ts";
+import { type Child, type Rival, rivals, siding, template, until, worker } from "./contenders.ts";
+import { type Bars, picture } from "./svg.ts";
+
+export interface Settings extends Common {
+  jobs: number;
+  processes: string;
+  rounds: number;
+  default: boolean;
+  alone: boolean;
+}
+
+export interface Result {
+  contender: string;
+  settings: string;
+  processes: number;
+  jobs_per_s: number;
+  /** Jobs a second of each round. */
+  rounds: number[];
+  /** How many times as fast Siding is. */
+  siding_ratio: number | null;
+}
+
+export interface Report {
+  machine: Machine;
+  jobs: number;
+  how: How;
+  left_out: string | null;
+  items: Result[];
+}
+
+const flags = {
+  jobs: config.flag(config.int(20_000, 1, 1_000_000, "no-op jobs that are there beforehand")),
+  processes: config.flag({
+    parse: (text: string) => {
+      if (!/^\d{1,2}(,\d{1,2})*$/.test(text) || text.split(",").includes("0")) throw text;
+      return text;
+    },
+    rule: "it must be counts with commas between, such as 1,4",
+    fallback: "1,4",
+    help: "by so many processes of each",
+  }),
+  rounds: config.flag(config.int(5, 1, 100, "times each; the figures are the medians")),
+  default: config.flag(config.yes("everyone's default settings, with 10 jobs at a time")),
+  alone: config.flag(config.yes("Siding alone, without the peers")),
+};
+
+export async function benchDrain(
+  settings: Settings,
+  signal: AbortSignal,
+  say: Say,
+): Promise<Report> {
+  await using server = await benchServer();
+  return await drainOn(server, settings, signal, say);
+}
+
+/** {@linkcode benchDrain} on a server that is there. */
+export async function drainOn(
+  server: BenchServer,
+  settings: Settings,
+  signal: AbortSignal,
+  say: Say,
+): Promise<Report> {
+  const { all, leftOut } = await rivals(!settings.alone, say);
+  const how: How = settings.default ? "default" : "best";
+  // A copy of a filled database for each run: filling takes some of them longer than draining.
+  await using filled = new AsyncDisposableStack();
+  const contenders: Record<string, () => Promise<number>> = {};
+  for (const rival of all) {
+    signal.throwIfAborted();
+    say(`${settings.jobs} jobs for ${rival.name}`);
+    const source = filled.use(await template(server, rival, how, settings.jobs));
+    for (const processes of settings.processes.split(",").map(Number)) {
+      contenders[`${processes} ${rival.name}`] = async () => {
+        await using database = await server.database({ copyOf: source });
+        return await drainOnce(database, rival, how, settings.jobs, processes, signal);
+      };
+    }
+  }
+  const measured = await inTurns(contenders, settings.quick ? 1 : settings.rounds, signal, say);
+  return {
+    ...{ machine: server.machine, jobs: settings.jobs, how, left_out: leftOut },
+    items: itemsOf(all, how, settings.processes.split(",").map(Number), measured),
+  };
+}
+
+function itemsOf(
+  all: Rival[],
+  how: How,
+  counts: number[],
+  measured: Record<string, number[]>,
+): Result[] {
+  return counts.flatMap((processes) => {
+    const rateOf = ({ name }: Rival) => median(measured[`${processes} ${name}`]);
+    return all.map((rival) => ({
+      ...{ contender: rival.name, settings: rival.settings[how], processes },
+      jobs_per_s: Math.round(rateOf(rival)),
+      rounds: measured[`${processes} ${rival.name}`].map(Math.round),
+      siding_ratio: rival === siding ? null : ratio(rateOf(siding), rateOf(rival)),
+    }));
+  });
+}
+
+/** Drains a database by so many processes. @returns jobs a second */
+async function drainOnce(
+  { sql, url }: BenchDatabase,
+  rival: Rival,
+  how: How,
+  jobs: number,
+  processes: number,
+  signal: AbortSignal,
+): Promise<number> {
+  await using workers = new AsyncDisposableStack();
+  const started: Child[] = await Promise.all(
+    Array.from({ length: processes }, () => worker(rival, url, how)),
+  );
+  for (const it of started) workers.use(it);
+  if (rival.release) {
+    const ready = `select count(*) = ${processes} from siding.processes`;
+    await until(sql, `(${ready})`, signal);
+    await sql.unsafe(rival.release);
+  } else for (const it of started) await it.tell("start");
+
+  const claimed = `(${rival.claimed})`;
+  await until(sql, `${claimed} is not null`, signal);
+  // Read once, and at once: of what is deleted when it has ended it cannot be told any more.
+  const [{ at }] = await sql.unsafe(`select extract(epoch from ${claimed})::float8 as at`);
+  const endMs = performance.now() + LIMIT_MS;
+  while (performance.now() < endMs) {
+    signal.throwIfAborted();
+    const [{ left, now }] = await sql.unsafe(
+      `select (${rival.left})::integer as left, extract(epoch from statement_timestamp())::float8 as now`,
+    );
+    if (left === 0) return jobs / (now - at);
+    const restMs = (now - at) * 1000 * left / Math.max(1, jobs - left);
+    await pause(Math.min(1000, Math.max(2, restMs * 0.7)), signal);
+  }
+  throw new Error(`${rival.name} has not drained ${jobs} jobs within ${LIMIT_MS / 1000} s`);
+}
+
+const LIMIT_MS = 300_000;
+
+export function textOf({ machine, jobs, how, left_out, items }: Report): string {
+  const rows = items.map((it) => [
+    ...[it.contender, String(it.processes), String(it.jobs_per_s)],
+    ...[it.siding_ratio === null ? "" : `${it.siding_ratio} ×`, it.settings],
+  ]);
+  return [
+    machineText(machine),
+    `${jobs} no-op jobs, the ${how} settings of each; medians of ${items[0].rounds.length}`,
+    "",
+    ...aligned([["", "processes", "jobs/s", "Siding is", "settings"], ...rows], [0, 4]),
+    ...(left_out ? ["", left_out] : []),
+  ].join("\n");
+}
+
+/** As a chart: a group for each number of processes. */
+export function barsOf({ jobs, how, items }: Report): Bars {
+  const groups = Map.groupBy(items, ({ processes }) => processes);
+  return {
+    kind: "bars",
+    title: `${jobs} jobs drained, ${how} settings`,
+    unit: "jobs a second",
+    groups: [...groups].map(([processes, items]) => ({
+      label: processes === 1 ? "1 process" : `${processes} processes`,
+      bars: items.map((it) => ({ series: it.contender, value: it.jobs_per_s })),
+    })),
+  };
+}
+
+const svgOf = (report: Report) =>
+  picture("Draining", machineText(report.machine).split("\n")[0], [barsOf(report)]);
+
+export const drain: Measurement<Settings, Report> = {
+  summary: "how fast jobs are drained, beside graphile-worker, pg-boss and DBOS",
+  flags,
+  run: benchDrain,
+  text: textOf,
+  svg: svgOf,
+};
