@@ -16,9 +16,11 @@
 import * as config from "../config.ts";
 import type { Measurement } from "../dev/bench/common.ts";
 import { drain } from "../dev/bench/drain.ts";
+import { enqueue } from "../dev/bench/enqueue.ts";
+import { latency } from "../dev/bench/latency.ts";
 import { web } from "../dev/bench/web.ts";
 
-const measurements: Record<string, Measurement> = { drain, web };
+const measurements: Record<string, Measurement> = { drain, enqueue, latency, web };
 
 const common = {
   quick: config.flag(config.yes("small sizes: all measurements in less than two minutes")),

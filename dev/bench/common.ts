@@ -53,6 +53,8 @@ export interface BenchServer extends AsyncDisposable {
   database(options?: { empty?: boolean; copyOf?: BenchDatabase }): Promise<BenchDatabase>;
   /** CPU seconds that all of the server's processes have used so far; null where that cannot be read. */
   cpuS(): number | null;
+  /** CPU seconds of each process with a connection, by `DATABASE PID`; empty where that cannot be read. */
+  backendsCpuS(): Promise<Record<string, number>>;
 }
 
 /**
@@ -85,6 +87,7 @@ export async function benchServer(
       ),
       database: (options = {}) => aDatabase(admin, given || started!.url, options),
       cpuS: () => postmaster === null ? null : cpuSecondsOf(postmaster),
+      backendsCpuS: () => postmaster === null ? Promise.resolve({}) : backendsCpuS(admin),
       [Symbol.asyncDispose]: stop,
     };
   } catch (error) {
@@ -244,6 +247,20 @@ export function cpuSecondsOf(pid: number): number | null {
     }
   }
   return sum / TICKS_A_SECOND;
+}
+
+async function backendsCpuS(sql: Pool): Promise<Record<string, number>> {
+  const rows = await sql<{ database: string; pid: number }[]>`
+    select datname as database, pid from pg_stat_activity where datname is not null`;
+  return Object.fromEntries(rows.flatMap(({ database, pid }) => {
+    try {
+      // Nanoseconds on a processor; the other files of /proc count in hundredths of a second.
+      const [ns] = Deno.readTextFileSync(`/proc/${pid}/schedstat`).split(" ");
+      return [[`${database} ${pid}`, Number(ns) / 1e9]];
+    } catch {
+      return []; // it has ended
+    }
+  }));
 }
 
 /** The process id of the server behind a connection, if it runs on this machine where /proc shows it. */

@@ -100,18 +100,19 @@ const commands: Record<string, (it: Contender, order: Order) => Promise<void>> =
     say({ done: true });
     await caller.close();
   },
-  /** In bulk, singly and in transactions, each after a few to warm up. */
-  async enqueue(it, { url, jobs, callers }) {
+  /** At each line, such as `single 2000`: so many in bulk, singly or in transactions, after a few. */
+  async enqueue(it, { url, callers }) {
     const caller = await it.open(url);
-    for await (const what of lines()) {
-      const call = what === "single" ? () => caller.one() : () => caller.inTransaction();
+    for await (const line of lines()) {
+      const [what, count] = [line.split(" ")[0], Number(line.split(" ")[1])];
       if (what === "bulk") {
         await caller.bulk(1000);
-        say(await timed(1, 1, () => caller.bulk(jobs)));
-      } else {
-        await timed(callers * 20, callers, call);
-        say(await timed(jobs, callers, call));
+        say(await timed(1, 1, () => caller.bulk(count)));
+        continue;
       }
+      const call = what === "single" ? () => caller.one() : () => caller.inTransaction();
+      await timed(callers * 20, callers, call);
+      say(await timed(count, callers, call));
     }
     await caller.close();
   },

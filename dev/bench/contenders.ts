@@ -3,6 +3,7 @@
  * dependencies can be installed. Each works, and enqueues, in processes of its own.
  */
 import { fileURLToPath } from "node:url";
+import * as config from "../../config.ts";
 import type { Pool } from "../../db.ts";
 import { pause } from "../../db.ts";
 import type { BenchDatabase, BenchServer, Say } from "./common.ts";
@@ -81,25 +82,43 @@ export const peers: Rival[] = [
   },
 ];
 
+const flagName = ({ name }: Rival) => name.toLowerCase();
+
+/** The flag that says which contenders take part. */
+export const contenders = config.flag({
+  parse: (text: string) => {
+    const names = text.split(",");
+    if (names.some((name) => ![siding, ...peers].some((it) => flagName(it) === name))) throw text;
+    return names;
+  },
+  rule: `it must be of ${[siding, ...peers].map(flagName).join(",")}, with commas between`,
+  fallback: [siding, ...peers].map(flagName),
+  help: "who takes part",
+});
+
 /**
- * Siding, and the peers unless they are not wanted or cannot be installed.
+ * The contenders that are wanted; of the peers none where they cannot be installed.
  *
  * @returns also a line on why they are left out, or null
  */
 export async function rivals(
-  withPeers: boolean,
+  names: readonly string[],
   say: Say,
 ): Promise<{ all: Rival[]; leftOut: string | null }> {
-  if (!withPeers) return { all: [siding], leftOut: null };
+  const all = [siding, ...peers].filter((it) => names.includes(flagName(it)));
+  if (all.every((it) => it === siding)) return { all, leftOut: null };
   say("installing graphile-worker, pg-boss and DBOS into tools/bench/node_modules…");
   const { success, stderr } = await new Deno.Command(Deno.execPath(), {
     args: ["install", "--quiet", "--frozen", "--config", peersConfig],
     cwd: path("../../tools/bench/"),
     ...{ stdin: "null", stdout: "null", stderr: "piped" },
   }).output();
-  if (success) return { all: [siding, ...peers], leftOut: null };
+  if (success) return { all, leftOut: null };
   const why = new TextDecoder().decode(stderr).trim().split("\n")[0];
-  return { all: [siding], leftOut: `the peers are left out: they could not be installed: ${why}` };
+  return {
+    all: all.filter((it) => it === siding),
+    leftOut: `the peers are left out: they could not be installed: ${why}`,
+  };
 }
 
 /** A process of a contender's. */

@@ -23,7 +23,16 @@ import {
   type Say,
 } from "./common.ts";
 import type { How } from "./contender.ts";
-import { type Child, type Rival, rivals, siding, template, until, worker } from "./contenders.ts";
+import {
+  type Child,
+  contenders,
+  type Rival,
+  rivals,
+  siding,
+  template,
+  until,
+  worker,
+} from "./contenders.ts";
 import { type Bars, picture } from "./svg.ts";
 
 export interface Settings extends Common {
@@ -31,7 +40,7 @@ export interface Settings extends Common {
   processes: string;
   rounds: number;
   default: boolean;
-  alone: boolean;
+  contenders: string[];
 }
 
 export interface Result {
@@ -66,7 +75,7 @@ const flags = {
   }),
   rounds: config.flag(config.int(5, 1, 100, "times each; the figures are the medians")),
   default: config.flag(config.yes("everyone's default settings, with 10 jobs at a time")),
-  alone: config.flag(config.yes("Siding alone, without the peers")),
+  contenders,
 };
 
 export async function benchDrain(
@@ -85,23 +94,23 @@ export async function drainOn(
   signal: AbortSignal,
   say: Say,
 ): Promise<Report> {
-  const { all, leftOut } = await rivals(!settings.alone, say);
+  const { all, leftOut } = await rivals(settings.contenders, say);
   const how: How = settings.default ? "default" : "best";
   // A copy of a filled database for each run: filling takes some of them longer than draining.
   await using filled = new AsyncDisposableStack();
-  const contenders: Record<string, () => Promise<number>> = {};
+  const turns: Record<string, () => Promise<number>> = {};
   for (const rival of all) {
     signal.throwIfAborted();
     say(`${settings.jobs} jobs for ${rival.name}`);
     const source = filled.use(await template(server, rival, how, settings.jobs));
     for (const processes of settings.processes.split(",").map(Number)) {
-      contenders[`${processes} ${rival.name}`] = async () => {
+      turns[`${processes} ${rival.name}`] = async () => {
         await using database = await server.database({ copyOf: source });
         return await drainOnce(database, rival, how, settings.jobs, processes, signal);
       };
     }
   }
-  const measured = await inTurns(contenders, settings.quick ? 1 : settings.rounds, signal, say);
+  const measured = await inTurns(turns, settings.quick ? 1 : settings.rounds, signal, say);
   return {
     ...{ machine: server.machine, jobs: settings.jobs, how, left_out: leftOut },
     items: itemsOf(all, how, settings.processes.split(",").map(Number), measured),
