@@ -29,6 +29,8 @@ const adminUrl = Deno.env.get("DATABASE_URL_TEST") || (await startPostgres()).ur
 const pooledUrl = Deno.env.get("DATABASE_URL_TEST_POOLED") || undefined;
 /** Whether tests connect through a pooler. */
 export const pooled = pooledUrl !== undefined;
+/** The server, for what makes databases of its own on it. */
+export const testServer = adminUrl;
 const migrations = new URL("../migrations/", import.meta.url);
 let template: Promise<string> | undefined;
 

@@ -18,9 +18,13 @@ import type { Measurement } from "../dev/bench/common.ts";
 import { drain } from "../dev/bench/drain.ts";
 import { enqueue } from "../dev/bench/enqueue.ts";
 import { latency } from "../dev/bench/latency.ts";
+import { peers } from "../dev/bench/peers.ts";
 import { web } from "../dev/bench/web.ts";
 
-const measurements: Record<string, Measurement> = { drain, enqueue, latency, web };
+const measurements: Record<string, Measurement> = { drain, enqueue, latency, peers, web };
+
+/** What `peers` measures too, so that `all` need not. */
+const IN_PEERS = ["drain", "enqueue", "latency"];
 
 const common = {
   quick: config.flag(config.yes("small sizes: all measurements in less than two minutes")),
@@ -37,7 +41,9 @@ const program = {
 
 export async function main(args: string[], signal: AbortSignal): Promise<number> {
   const what = Object.hasOwn(measurements, args[0] ?? "") ? args[0] : null;
-  const names = what ? [what] : Object.keys(measurements);
+  const names = what
+    ? [what]
+    : Object.keys(measurements).filter((name) => !IN_PEERS.includes(name));
   const flags = what ? measurements[what].flags : {};
   const about = what
     ? { ...program, summary: `Measures ${measurements[what].summary}.`, usage: `${what} [flags]` }

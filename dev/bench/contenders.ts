@@ -24,6 +24,8 @@ export interface Rival {
   /** When the first job was claimed, null before; and how many have not ended. */
   claimed: string;
   left: string;
+  /** How many were done at the first try; of what deletes them none are known. */
+  done?: string;
   /** Makes a filled queue hold its jobs back, and lets go of them; a peer's workers start late instead. */
   hold?: string;
   release?: string;
@@ -41,6 +43,7 @@ export const siding: Rival = {
   worker: { best: SIDING_BEST, default: ["--concurrency", "10"] },
   claimed: "select min(claimed_at) from siding.jobs where status <> 'queued'",
   left: "select count(*) from siding.jobs where status not in ('done', 'failed')",
+  done: "select count(*) from siding.jobs where status = 'done' and attempt = 1",
   hold: "update siding.queues set paused = true",
   release: "update siding.queues set paused = false",
 };
@@ -67,6 +70,7 @@ export const peers: Rival[] = [
     child: peer("pg-boss"),
     claimed: "select min(started_on) from pgboss.job where name = 'noop' and state <> 'created'",
     left: "select count(*) from pgboss.job where name = 'noop' and state < 'completed'",
+    done: "select count(*) from pgboss.job where state = 'completed' and retry_count = 0",
   },
   {
     name: "DBOS",
@@ -79,6 +83,7 @@ export const peers: Rival[] = [
       where name = 'noop' and status <> 'ENQUEUED'`,
     left: `select count(*) from dbos.workflow_status
       where name = 'noop' and status in ('ENQUEUED', 'PENDING', 'DELAYED')`,
+    done: "select count(*) from dbos.workflow_status where name = 'noop' and status = 'SUCCESS'",
   },
 ];
 

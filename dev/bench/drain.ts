@@ -164,7 +164,13 @@ async function drainOnce(
     const [{ left, now }] = await sql.unsafe(
       `select (${rival.left})::integer as left, extract(epoch from statement_timestamp())::float8 as now`,
     );
-    if (left === 0) return jobs / (now - at);
+    if (left === 0) {
+      const [{ done }] = await sql.unsafe(`select (${rival.done ?? jobs})::integer as done`);
+      if (done !== jobs) {
+        throw new Error(`${rival.name} did ${done} of ${jobs} jobs at the first try`);
+      }
+      return jobs / (now - at);
+    }
     const restMs = (now - at) * 1000 * left / Math.max(1, jobs - left);
     await pause(Math.min(1000, Math.max(2, restMs * 0.7)), signal);
   }

@@ -91,7 +91,9 @@ export async function benchPeers(
     signal,
     told("latency"),
   );
-  const pgbench = contenders.includes("siding") ? await pgbenchOn(server, jobs, told("pgbench")) : null;
+  const pgbench = contenders.includes("siding")
+    ? await pgbenchOn(server, jobs, told("pgbench"))
+    : null;
   return {
     ...{ machine: server.machine, left_out: best.left_out, pgbench },
     items: tableOf(best, defaults, enqueued, waited),
