@@ -124,12 +124,13 @@ function itemsOf(
   measured: Record<string, number[]>,
 ): Result[] {
   return counts.flatMap((processes) => {
-    const rateOf = ({ name }: Rival) => median(measured[`${processes} ${name}`]);
+    const roundsOf = ({ name }: Rival) => measured[`${processes} ${name}`];
+    const own = all.includes(siding) ? median(roundsOf(siding)) : null;
     return all.map((rival) => ({
       ...{ contender: rival.name, settings: rival.settings[how], processes },
-      jobs_per_s: Math.round(rateOf(rival)),
-      rounds: measured[`${processes} ${rival.name}`].map(Math.round),
-      siding_ratio: rival === siding ? null : ratio(rateOf(siding), rateOf(rival)),
+      jobs_per_s: Math.round(median(roundsOf(rival))),
+      rounds: roundsOf(rival).map(Math.round),
+      siding_ratio: rival === siding ? null : ratio(own, median(roundsOf(rival))),
     }));
   });
 }
