@@ -21,6 +21,8 @@ export interface Rival {
   child: string[];
   /** Arguments of `deno run` for a worker that is no child: worker.ts. */
   worker?: Record<How, string[]>;
+  /** The part of the jobs that it gets with --quick: a slow one has the same rate with fewer. */
+  quickShare?: number;
   /** When the first job was claimed, null before; and how many have not ended. */
   claimed: string;
   left: string;
@@ -54,7 +56,7 @@ export const peers: Rival[] = [
   {
     name: "graphile-worker",
     settings: {
-      best: "localQueue 500, complete- and failJobBatchDelay 0, 24 at a time, preset",
+      best: "localQueue 500, complete- and failJobBatchDelay 10, 500 at a time, preset",
       default: "its own, 10 at a time",
     },
     child: peer("graphile-worker"),
@@ -64,7 +66,7 @@ export const peers: Rival[] = [
   {
     name: "pg-boss",
     settings: {
-      best: "batchSize 1000, 2 workers a process, poll 0.5 s, burstWhenBatchFull, notify",
+      best: "batchSize 2000, 1 worker a process, poll 0.5 s, burstWhenBatchFull, notify",
       default: "its own, 10 workers",
     },
     child: peer("pg-boss"),
@@ -79,6 +81,7 @@ export const peers: Rival[] = [
       default: "its own, workerConcurrency 10",
     },
     child: peer("dbos"),
+    quickShare: 0.1,
     claimed: `select to_timestamp(min(started_at_epoch_ms) / 1000.0) from dbos.workflow_status
       where name = 'noop' and status <> 'ENQUEUED'`,
     left: `select count(*) from dbos.workflow_status

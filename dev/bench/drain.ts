@@ -95,24 +95,26 @@ export async function drainOn(
   say: Say,
 ): Promise<Report> {
   const { all, leftOut } = await rivals(settings.contenders, say);
+  const most = settings.quick ? Math.min(settings.jobs, QUICK_JOBS) : settings.jobs;
   const how: How = settings.default ? "default" : "best";
   // A copy of a filled database for each run: filling takes some of them longer than draining.
   await using filled = new AsyncDisposableStack();
   const turns: Record<string, () => Promise<number>> = {};
   for (const rival of all) {
     signal.throwIfAborted();
-    say(`${settings.jobs} jobs for ${rival.name}`);
-    const source = filled.use(await template(server, rival, how, settings.jobs));
+    const jobs = Math.ceil(most * (settings.quick ? rival.quickShare ?? 1 : 1));
+    say(`${jobs} jobs for ${rival.name}`);
+    const source = filled.use(await template(server, rival, how, jobs));
     for (const processes of settings.processes.split(",").map(Number)) {
       turns[`${processes} ${rival.name}`] = async () => {
         await using database = await server.database({ copyOf: source });
-        return await drainOnce(database, rival, how, settings.jobs, processes, signal);
+        return await drainOnce(database, rival, how, jobs, processes, signal);
       };
     }
   }
   const measured = await inTurns(turns, settings.quick ? 1 : settings.rounds, signal, say);
   return {
-    ...{ machine: server.machine, jobs: settings.jobs, how, left_out: leftOut },
+    ...{ machine: server.machine, jobs: most, how, left_out: leftOut },
     items: itemsOf(all, how, settings.processes.split(",").map(Number), measured),
   };
 }
@@ -179,6 +181,7 @@ async function drainOnce(
 }
 
 const LIMIT_MS = 300_000;
+const QUICK_JOBS = 10_000;
 
 export function textOf({ machine, jobs, how, left_out, items }: Report): string {
   const rows = items.map((it) => [

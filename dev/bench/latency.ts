@@ -106,11 +106,14 @@ export async function latencyOn(
   const { all, leftOut } = await rivals(settings.contenders, say);
   const quick = { samples: 12, longIdle: 2, idleS: 4, recentS: 1, restS: 5 };
   const plan = settings.quick ? quick : { ...settings, recentS: 5, restS: 15 };
+  const polls = settings.quick ? [POLLS[0], POLLS[POLLS.length - 1]] : POLLS;
   await using stack = new AsyncDisposableStack();
   const waiting: Waiting[] = [];
   for (const rival of all) {
     const ways: [How, string[] | undefined][] = rival === siding
-      ? POLLS.map((flags) => ["default", [...siding.worker!.default, ...flags]])
+      ? polls.map((flags) => ["default", [...siding.worker!.default, ...flags]])
+      : settings.quick
+      ? [["best", undefined]]
       : [["default", undefined], ["best", undefined]];
     for (const [how, flags] of ways) {
       signal.throwIfAborted();

@@ -63,7 +63,7 @@ export async function benchPeers(
 ): Promise<Report> {
   await using server = await benchServer();
   const { quick, rounds, contenders } = settings;
-  const jobs = quick ? Math.min(settings.jobs, 5000) : settings.jobs;
+  const { jobs } = settings;
   const common = { quick, rounds, contenders, jobs };
   const told = (part: string): Say => (line) => say(`${part}: ${line}`);
   const best = await drain.drainOn(
@@ -92,7 +92,7 @@ export async function benchPeers(
     told("latency"),
   );
   const pgbench = contenders.includes("siding")
-    ? await pgbenchOn(server, jobs, told("pgbench"))
+    ? await pgbenchOn(server, best.jobs, told("pgbench"))
     : null;
   return {
     ...{ machine: server.machine, left_out: best.left_out, pgbench },
