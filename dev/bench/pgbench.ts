@@ -55,8 +55,8 @@ export async function pgbenchOn(
     const said = new TextDecoder().decode(stdout);
     const tps = Number(/^tps = ([\d.]+)/m.exec(said)?.[1]);
     if (!success || !tps) throw new Error(`pgbench: ${new TextDecoder().decode(stderr)}`);
-    const [{ left }] = await database.sql.unsafe(siding.left);
-    if (left !== "0") throw new Error(`pgbench left ${left} jobs: its script is not the queue's`);
+    const [{ left }] = await database.sql.unsafe(`select (${siding.left})::integer as left`);
+    if (left !== 0) throw new Error(`pgbench left ${left} jobs: its script is not the queue's`);
     return { jobs_per_s: Math.round(tps * BATCH), clients: CLIENTS, batch: BATCH };
   } finally {
     await Deno.remove(folder, { recursive: true });
