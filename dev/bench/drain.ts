@@ -174,8 +174,10 @@ async function drainOnce(
       }
       return jobs / (now - at);
     }
-    const restMs = (now - at) * 1000 * left / Math.max(1, jobs - left);
-    await pause(Math.min(1000, Math.max(2, restMs * 0.7)), signal);
+    const passedMs = (now - at) * 1000;
+    const restMs = passedMs * left / Math.max(1, jobs - left);
+    // At first the rest is a guess, and far too long: not to be slept through.
+    await pause(Math.max(2, Math.min(restMs * 0.7, Math.max(20, passedMs / 2), 1000)), signal);
   }
   throw new Error(`${rival.name} has not drained ${jobs} jobs within ${LIMIT_MS / 1000} s`);
 }
