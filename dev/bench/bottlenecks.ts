@@ -264,13 +264,13 @@ function textOf({ machine, settings, claims, limits }: Report): string {
       .map((cell) => [cell.way, ...figures(cell)]);
     parts.push(
       "",
-      aligned([[`${claimers} claimers, ${size} a claim`, ...HEAD], ...rows], 1).join("\n"),
+      aligned([[`${claimers} claimers, ${size} a claim`, ...HEAD], ...rows], [0]).join("\n"),
     );
   }
   const rows = limits.map((
     cell,
   ) => [`at most ${cell.size} running, ${cell.claimers} claimers: ${cell.way}`, ...figures(cell)]);
-  parts.push("", aligned([["queues with max_running", ...HEAD], ...rows], 1).join("\n"));
+  parts.push("", aligned([["queues with max_running", ...HEAD], ...rows], [0]).join("\n"));
   return [...parts, "", verdict(limits)].join("\n");
 }
 
