@@ -37,30 +37,37 @@ export async function takeBack(db: Via, maxCrashes: number): Promise<Recovered[]
   return all;
 }
 
-/** Fails jobs of kinds that nobody knows, and removes what is past its time. */
-export async function tidyUp(db: Via, o: Times) {
+/**
+ * Fails jobs of kinds that nobody knows, and removes what is past its time.
+ *
+ * @returns `more`: the last batch was a full one too, so there is more to remove
+ */
+export async function tidyUp(db: Via, o: Times, batch = BATCH) {
   const unknown: Pick<Job, "id" | "kind">[] = await db.run((sql) =>
-    failUnknownKinds(sql, o.unknownKindS, o.silentS, BATCH)
+    failUnknownKinds(sql, o.unknownKindS, o.silentS, batch)
   );
   const removed = { jobs: 0, files: 0, processes: 0 };
+  let more = false;
   await inBatches(async () => {
-    const gone = await db.run((sql) => sweep(sql, o.retentionS, o.fileGraceS, BATCH));
+    const gone = await db.run((sql) => sweep(sql, o.retentionS, o.fileGraceS, batch));
     for (const what of ["jobs", "files", "processes"] as const) removed[what] += gone[what];
-    return Math.max(gone.jobs, gone.files);
-  });
-  return { unknown, removed };
+    const most = Math.max(gone.jobs, gone.files);
+    more = most >= batch;
+    return most;
+  }, batch);
+  return { unknown, removed, more };
 }
 
 /** Folds the ledger. Balances are right without it: what a locked account has can wait. */
 export const foldCredits = (db: Via) => inBatches(() => db.run((sql) => fold(sql, BATCH)));
 
 /** Repeats a step that says how many rows it had, while it had a full batch. @returns all of them */
-async function inBatches(step: () => Promise<number>): Promise<number> {
+async function inBatches(step: () => Promise<number>, full = BATCH): Promise<number> {
   let all = 0;
   for (let batch = 0; batch < MAX_BATCHES; batch++) {
     const n = await step();
     all += n;
-    if (n < BATCH) break;
+    if (n < full) break;
   }
   return all;
 }

@@ -1,9 +1,10 @@
 /** The queue's statements, one by one and against each other. */
 import { assert, assertEquals, assertRejects } from "@std/assert";
-import { connect, type Pool, schema, type Sql, withQueueLock } from "../db.ts";
+import { connect, type Pool, schema, type Sql, via, withQueueLock } from "../db.ts";
 import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
 import * as requests from "../requests.ts";
+import { tidyUp } from "../upkeep.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
 
 const kinds = ["a", "b"];
@@ -806,6 +807,17 @@ test("the sweep removes what is past its time, and nothing else, in bounded batc
   assertEquals(await queue.sweep(sql, 3600, 3600, 2), { jobs: 1, files: 0, processes: 0 });
   const left = await sql`select id from ${jobsTable(sql)} order by id`;
   assertEquals(left.map((row) => row.id), ["4", "5"]);
+});
+
+test("a sweep that is stopped by its bound says that there is more, and the next one goes on", async (sql) => {
+  await sql`
+    insert into ${jobsTable(sql)} (queue, kind, payload, status, finished_at)
+    select 'default', 'a', '{}', 'done', now() - interval '2 h' from generate_series(1, 103)`;
+  const times = { silentS: 45, unknownKindS: 3600, retentionS: 3600, fileGraceS: 3600 };
+  const first = await tidyUp(via(sql), times, 1);
+  assertEquals([first.removed.jobs, first.more], [100, true]);
+  const second = await tidyUp(via(sql), times, 1);
+  assertEquals([second.removed.jobs, second.more], [3, false]);
 });
 
 test("a queue's lock is held to the end, and a handle whose connection died sends nothing more", async (sql) => {

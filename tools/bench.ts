@@ -15,13 +15,20 @@
  */
 import * as config from "../config.ts";
 import type { Measurement } from "../dev/bench/common.ts";
+import { bottlenecks } from "../dev/bench/bottlenecks.ts";
 import { drain } from "../dev/bench/drain.ts";
 import { enqueue } from "../dev/bench/enqueue.ts";
+import { growth } from "../dev/bench/growth.ts";
+import { held } from "../dev/bench/held.ts";
 import { latency } from "../dev/bench/latency.ts";
 import { peers } from "../dev/bench/peers.ts";
+import { soak } from "../dev/bench/soak.ts";
 import { web } from "../dev/bench/web.ts";
 
-const measurements: Record<string, Measurement> = { drain, enqueue, latency, peers, web };
+const measurements: Record<string, Measurement> = {
+  ...{ drain, enqueue, latency, peers },
+  ...{ bottlenecks, growth, held, soak, web },
+};
 
 /** What `peers` measures too, so that `all` need not. */
 const IN_PEERS = ["drain", "enqueue", "latency"];

@@ -2,4 +2,4 @@
 import { z } from "zod";
 import { inline } from "../../jobs/kind.ts";
 
-export const kinds = { noop: inline({ payload: z.unknown(), run: () => Promise.resolve(null) }) };
+export const kinds = { noop: inline({ payload: z.unknown(), work: () => null }) };
