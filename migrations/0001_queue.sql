@@ -287,29 +287,6 @@ returns boolean language sql as $$
     order by p.id limit 1), false);
 $$;
 
--- Fails jobs of a kind that no live worker's code knows and that have been due for `grace_s`: long
--- enough for a deploy, in which old workers meet the kinds of newer code.
-create function siding.fail_unknown_kinds(most integer, grace_s double precision, silent_s double precision)
-returns table (id bigint, kind text) language sql as $$
-  with known as materialized (
-    select p.queues, p.known_kinds from siding.processes p
-    where p.role = 'worker' and p.seen_at > now() - silent_s * interval '1 second'
-  ),
-  stuck as materialized (
-    select j.id from siding.jobs j
-    where j.status = 'queued' and j.due_at < now() - grace_s * interval '1 second'
-      -- Somebody works this queue, so that a kind nobody knows is not just workers that are down.
-      and exists (select from known k where k.queues is null or j.queue = any(k.queues))
-      and not exists (select from known k where j.kind = any(k.known_kinds))
-    order by j.id limit most
-    for update skip locked
-  )
-  update siding.jobs j set status = 'failed', finished_at = now(), failures = j.failures + 1,
-    error = format('unknown kind "%s": no worker''s code has it', j.kind)
-  from stuck where j.id = stuck.id
-  returning j.id, j.kind;
-$$;
-
 -- Removes what is no longer needed, at most `most` of each: final jobs past their retention, files
 -- that no job came for within `file_grace_s`, rows of processes long gone.
 create function siding.sweep(most integer, retention_s double precision, file_grace_s double precision)

@@ -66,9 +66,8 @@ drop function if exists siding.settle(uuid, jsonb, integer);
 create function siding.settle(worker uuid, outcomes jsonb, max_releases integer default 5,
                               wait_ms integer default 500)
 returns setof bigint language plpgsql
-set lock_timeout = '500ms' set plan_cache_mode = force_generic_plan set enable_seqscan = off as $$
+set lock_timeout = '500ms' as $$
 declare
-  named bigint[] := array(select o.id from jsonb_to_recordset(outcomes) as o(id bigint));
   settled bigint[];
   finished bigint[];
   next_jobs jsonb;
@@ -76,7 +75,8 @@ begin
   perform set_config('lock_timeout', wait_ms::text, true);
   -- First the owners' locks, then the jobs' rows: an enqueue takes them in this order too.
   if jsonb_path_exists(outcomes, '$[*].next[*]') then
-    perform siding.lock_owners(siding.next_of(outcomes, named));
+    perform siding.lock_owners(siding.next_of(outcomes,
+      array(select o.id from jsonb_to_recordset(outcomes) as o(id bigint))));
   end if;
   with mine as materialized (
     select j.id, o.outcome, o.result, o.error, o.delay_s, coalesce(o.unsent, false) as unsent, case
@@ -91,13 +91,15 @@ begin
         when o.outcome <> 'released' then 'scheduled'
         when j.releases < max_releases or j.request_id is not null then 'queued'
         else 'failed' end as status
-    from siding.jobs j join jsonb_to_recordset(outcomes) as o(id bigint, attempt integer,
-      outcome text, result jsonb, error text, delay_s double precision, unsent boolean)
-      on o.id = j.id and o.attempt = j.attempt
-    where j.id = any(named) -- by the primary key, whatever the statistics say
-      and j.worker_id = worker and j.lease_until is not null -- running, see siding.finish
-    order by j.id -- as every statement that locks several jobs does, so that none deadlock
-    for update of j
+    from (select * from jsonb_to_recordset(outcomes) as r(id bigint, attempt integer,
+            outcome text, result jsonb, error text, delay_s double precision, unsent boolean)
+          order by r.id) o -- as every statement that locks several jobs does, so that none deadlock
+    -- Each by its key, whatever the statistics say. A running job is told by its lease: by its status the
+    -- index of the running ones would be read instead, with what is dead in it, once for each outcome.
+    cross join lateral (
+      select * from siding.jobs j
+      where j.id = o.id and j.attempt = o.attempt and j.worker_id = worker and j.lease_until is not null
+      for update) j
   ),
   ended as (
     update siding.jobs j set
@@ -135,12 +137,16 @@ begin
     end if;
   end if;
 
+  return query select unnest(settled);
+  if coalesce(cardinality(settled), 0) = jsonb_array_length(outcomes) then
+    return;
+  end if;
+  -- Those of which only the reply was lost. By their keys, as above: else all that ever finished is read.
   return query
-    select unnest(settled)
-    union
     select j.id from jsonb_to_recordset(outcomes) as o(id bigint, attempt integer, outcome text)
-    join siding.jobs j on j.id = o.id and j.attempt = o.attempt and j.status = o.outcome
-    where j.id = any(named) and j.worker_id = worker and j.status in ('done', 'failed', 'cancelled');
+    cross join lateral (select * from siding.jobs j where j.id = o.id offset 0) j
+    where j.attempt = o.attempt and j.status = o.outcome and j.worker_id = worker
+      and j.finished_at is not null and j.id <> all(coalesce(settled, '{}'));
 end $$;
 
 -- The claim of a queue with the claim setting `skip_locked`, and in the same round trip the finish of what

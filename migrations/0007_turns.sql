@@ -111,12 +111,11 @@ begin
     end if;
     -- Approximate: batches under way are not seen. Exact would make all enqueues take turns.
     select count(*) into waiting from (
-      (select from siding.jobs j where j.queue = target.name and j.status = 'queued'
-       limit target.max_waiting + 1)
+      (select from siding.jobs j where target.max_waiting is not null and j.queue = target.name
+         and j.status = 'queued' limit target.max_waiting + 1)
       union all
-      (select from siding.jobs j where j.queue = target.name and j.status = 'scheduled'
-       limit target.max_waiting + 1)) bounded
-      where target.max_waiting is not null;
+      (select from siding.jobs j where target.max_waiting is not null and j.queue = target.name
+         and j.status = 'scheduled' limit target.max_waiting + 1)) bounded;
     if waiting > target.max_waiting then
       raise exception 'queue "%" is full: its max_waiting is %', target.name, target.max_waiting
         using errcode = 'SD429';
@@ -125,13 +124,14 @@ begin
     declare
       over_limit record;
     begin
-      select o.owner, count(*) as unfinished into over_limit
+      -- Counted for each owner by itself: as a join it was planned as all that is in the queue.
+      select o.owner, n.unfinished into over_limit
         from (select distinct owner from siding.jobs where id = any(fresh)
                 and queue = target.name and owner is not null) o
-        join siding.jobs j on j.queue = target.name and j.owner = o.owner
-          and j.status in ('scheduled', 'queued', 'running', 'review')
-        where target.max_per_owner is not null
-        group by o.owner having count(*) > target.max_per_owner limit 1;
+        cross join lateral (select count(*) as unfinished from siding.jobs j
+          where j.queue = target.name and j.owner = o.owner
+            and j.status in ('scheduled', 'queued', 'running', 'review')) n
+        where target.max_per_owner is not null and n.unfinished > target.max_per_owner limit 1;
       if found then
         raise exception 'owner "%" would have % unfinished jobs in queue "%": its max_per_owner is %',
           over_limit.owner, over_limit.unfinished, target.name, target.max_per_owner
@@ -207,7 +207,9 @@ language sql stable as $$
         else head.alone end,
         'head', jsonb_build_object('priority', head.priority, 'due_at', head.due_at, 'id', head.id::text))
       order by head.priority desc, head.due_at, head.id) filter (where may.start > 0), '[]'),
-    exists (select from siding.jobs where status = 'scheduled' and due_at <= now()),
+    -- The first of them, by their index: "exists" was planned as a scan of all jobs where many are scheduled.
+    coalesce((select j.due_at <= now() from siding.jobs j where j.status = 'scheduled'
+              order by j.due_at limit 1), false),
     min(siding.opens_ms(q, now())) filter (where may.start = 0 and q.rate_limit is not null)
   from siding.queues q
   cross join lateral (
