@@ -147,7 +147,14 @@ function done({ id, attempt }: Job, result: unknown, { next, files }: Made): Out
   }
   const bad = unstorable(plainResult, "its result") ?? unstorable(plainNext, "its next");
   if (bad) throw new PermanentFailure(bad);
-  return { id, attempt, outcome: "done", result: plainResult, next: plainNext, ...(files && { files }) };
+  return {
+    id,
+    attempt,
+    outcome: "done",
+    result: plainResult,
+    next: plainNext,
+    ...(files && { files }),
+  };
 }
 
 /** What the error that ended an attempt makes of the job. */

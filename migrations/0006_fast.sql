@@ -204,7 +204,7 @@ begin
     update siding.jobs j set status = 'running', worker_id = worker, claim_token = token,
       attempt = j.attempt + 1, claimed_at = now(), lease_until = now() + lease_s * interval '1 second',
       stage = null, progress = null
-    where j.ctid = any(tids) and j.status = 'queued'
+    where j.ctid = any(tids) -- which are locked, and so still in line
     returning j.*
   )
   select now(),

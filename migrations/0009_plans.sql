@@ -70,10 +70,13 @@ begin
   for f in
     select p.oid::regprocedure as name from pg_proc p
     where p.pronamespace = (select c.relnamespace from pg_class c where c.oid = 'siding.jobs'::regclass)
-      and p.proname in ('look', 'promote', 'claim_lock', 'claim_repeatable_read', 'heartbeat', 'recover', 'cancel',
-        'check_limits', 'fail_unknown_kinds', 'sweep')
+      and p.proname in ('look', 'promote', 'claim_lock', 'claim_repeatable_read', 'settle', 'heartbeat', 'recover',
+        'cancel', 'check_limits', 'fail_unknown_kinds', 'sweep')
   loop
     execute format('alter function %s set enable_hashjoin = off', f.name);
     execute format('alter function %s set enable_mergejoin = off', f.name);
   end loop;
 end $$;
+-- A settle may enqueue a thousand, which it joins with each other.
+alter function siding.enqueue(jsonb) set enable_hashjoin = on;
+alter function siding.enqueue(jsonb) set enable_mergejoin = on;
