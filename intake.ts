@@ -11,6 +11,7 @@ import { logger, repeat } from "./config.ts";
 import { codeOf, type Database, describe, isDisconnect, turn } from "./db.ts";
 import type { Outcomes } from "./jobs/outcomes.ts";
 import { clocks, type Leases } from "./lease.ts";
+import * as claims from "./claims.ts";
 import * as queue from "./queue.ts";
 
 const log = logger("worker");
@@ -33,8 +34,8 @@ export interface IntakeSettings {
 
 /** A queue that had more jobs than the last claim could take. */
 interface Plenty {
-  from: queue.Ready;
-  mark: queue.Place | null;
+  from: claims.Ready;
+  mark: claims.Place | null;
 }
 
 export class Intake {
@@ -116,22 +117,22 @@ export class Intake {
     }
     if (lane > 0) return settings.pollMaxMs;
     const { ready, promotable, opens_ms } = await db.run((sql) =>
-      queue.look(sql, settings.queues, this.serves)
+      claims.look(sql, settings.queues, this.serves)
     );
     this.#lookedMs = sentMs;
     // None moved: somebody's open transaction holds them, which is no reason to wait with the others.
-    if (promotable && await db.run((sql) => queue.promote(sql)) > 0) return 0;
+    if (promotable && await db.run((sql) => claims.promote(sql)) > 0) return 0;
     const waitMs = await this.#claimFirst(ready, stop);
     // Back when a queue that its rate limit holds has room, though not all workers at that instant.
     return Math.min(waitMs, (opens_ms ?? Infinity) + 10 + Math.random() * 20);
   }
 
   /** Claims from the first of the queues that has a job for this worker. */
-  async #claimFirst(ready: queue.Ready[], stop: AbortSignal): Promise<number> {
+  async #claimFirst(ready: claims.Ready[], stop: AbortSignal): Promise<number> {
     const { pollMaxMs } = this.settings;
     // A queue that is locked, or whose next job is, must not keep the worker from the others: it is
     // left alone for a while, and comes after those that were not.
-    const missesOf = (of: queue.Ready) => this.#misses.get(of.queue) ?? { count: 0, untilMs: 0 };
+    const missesOf = (of: claims.Ready) => this.#misses.get(of.queue) ?? { count: 0, untilMs: 0 };
     const open = ready.filter((from) => performance.now() >= missesOf(from).untilMs)
       .sort((a, b) => missesOf(a).count - missesOf(b).count);
     for (const from of open) {
@@ -153,7 +154,7 @@ export class Intake {
   }
 
   /** Claims from one queue and starts what it got. @returns how many; null: others hold its lock */
-  async #claim(from: queue.Ready, mark: queue.Place | null): Promise<number | null> {
+  async #claim(from: claims.Ready, mark: claims.Place | null): Promise<number | null> {
     const { settings: { concurrency, pollMaxMs }, leases } = this;
     const idle = leases.held.size === 0 && this.#claiming === 0;
     // Half at the most, so that the database takes the next ones while these run.
@@ -166,7 +167,7 @@ export class Intake {
     // Others were faster, or hold what was seen: further and further apart, not all at once again.
     let pauseMs = Math.min(pollMaxMs, 10 * 2 ** Math.min(count, 10));
     let jobs: queue.Job[] = [];
-    let last: queue.Place | null = null;
+    let last: claims.Place | null = null;
     let held = false;
     try {
       ({ jobs, last } = await this.#exchange(from, most, idle, token, mark));
@@ -190,22 +191,22 @@ export class Intake {
 
   /** The claim's statement, which takes along what is done where the queue's way to claim can. */
   async #exchange(
-    from: queue.Ready,
+    from: claims.Ready,
     most: number,
     idle: boolean,
     token: string,
-    mark: queue.Place | null,
-  ): Promise<Pick<queue.Exchange, "jobs" | "last">> {
+    mark: claims.Place | null,
+  ): Promise<Pick<claims.Exchange, "jobs" | "last">> {
     const { settings: { leaseS }, leases: { bootId }, serves, outcomes } = this;
     const options = { worker: bootId, kinds: serves, most, idle, token, leaseS };
     if (from.claim !== "skip_locked") {
-      return { jobs: await this.db.run((sql) => queue.claim(sql, from, options)), last: null };
+      return { jobs: await this.db.run((sql) => claims.claim(sql, from, options)), last: null };
     }
     const { done, landed } = outcomes.take();
     let stand: Set<string> | undefined;
     try {
       const exchange = await this.db.run((sql) =>
-        queue.exchange(sql, from, options, done, mark, outcomes.waitMs)
+        claims.exchange(sql, from, options, done, mark, outcomes.waitMs)
       );
       stand = exchange.stand;
       return exchange;

@@ -10,7 +10,8 @@ import { logger } from "./config.ts";
 import { type Database, describe } from "./db.ts";
 import { Stop } from "./jobs/kind.ts";
 import { Stopper } from "./jobs/stopper.ts";
-import { cancellations, heartbeat, type Job, type Pulse, type Ready, release } from "./queue.ts";
+import { type Ready } from "./claims.ts";
+import { cancellations, heartbeat, type Job, type Pulse, release } from "./queue.ts";
 
 const log = logger("worker");
 

@@ -3,7 +3,8 @@
  * their own, which outlast their jobs.
  */
 import { schema, type Sql } from "./db.ts";
-import { type Claimed, claimedColumns, type Job, list, names } from "./queue.ts";
+import { claimedColumns } from "./claims.ts";
+import { type Claimed, type Job, list, names } from "./queue.ts";
 
 /** What {@linkcode intend} found: `left_s`: for how long the job is surely the worker's. */
 export interface Intent {

@@ -6,7 +6,8 @@
  */
 import { fold } from "./credits.ts";
 import type { Via } from "./db.ts";
-import { failUnknownKinds, type Job, promote, recover, type Recovered, sweep } from "./queue.ts";
+import { promote } from "./claims.ts";
+import { failUnknownKinds, type Job, recover, type Recovered, sweep } from "./queue.ts";
 
 /** Rows at a time, and how many times at the most: the rest comes the next time. */
 const BATCH = 1000;

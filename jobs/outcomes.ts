@@ -4,7 +4,8 @@
  * takes along those that are simple.
  */
 import { codeOf, describe, isDisconnect, patient, turn, type Via } from "../db.ts";
-import { type Done, finishMany, type Outcome, settle } from "../queue.ts";
+import { type Done, finishMany } from "../claims.ts";
+import { type Outcome, settle } from "../queue.ts";
 
 /** Outcomes of one statement at the most. */
 const MOST = 1000;

@@ -2,6 +2,7 @@
 import type { z } from "zod";
 import { type Pool, type Sql, via } from "../db.ts";
 import * as processes from "../processes.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import { traceParent } from "../tracing.ts";
 import { checkPayload, type Kinds } from "./kind.ts";
@@ -79,12 +80,12 @@ async function drain(sql: Pool, kinds: Kinds, most: number): Promise<Drained[]> 
   let empty = 0;
   try {
     for (;;) {
-      await queue.promote(sql);
-      const { ready } = await queue.look(sql, null, names);
+      await claims.promote(sql);
+      const { ready } = await claims.look(sql, null, names);
       if (ready.length === 0) return drained;
       if (drained.length === most) throw new Error(`still not empty after ${most} jobs`);
       const claim = { worker, kinds: names, most: 1, leaseS: 3600, token: crypto.randomUUID() };
-      const jobs = await queue.claim(sql, ready[0], claim);
+      const jobs = await claims.claim(sql, ready[0], claim);
       empty = jobs.length === 0 ? empty + 1 : 0;
       if (empty === MAX_EMPTY) throw new Error("the next job is held by an open transaction");
       for (const job of jobs) {

@@ -6,6 +6,7 @@ import type { Charge } from "../dev/band_service.ts";
 import { findProblems, historyOf, installRecorder, overlaps } from "../dev/chaos/checks.ts";
 import { faultKinds } from "../dev/chaos/faults.ts";
 import * as processes from "../processes.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import { databaseTest as test } from "./database.ts";
 import { runScript } from "./processes.ts";
@@ -48,7 +49,7 @@ test(
       const [{ id }] = await queue.enqueue(sql, [{ kind, payload: { n, ms: 0 }, ...band }]);
       book.stands.add(n);
       const claim = { worker: owner, kinds: [kind], most: 1, leaseS: 60, token: owner };
-      const [job] = await queue.claim(mine, { queue: "default", claim: "skip_locked" }, claim);
+      const [job] = await claims.claim(mine, { queue: "default", claim: "skip_locked" }, claim);
       await before(id);
       await queue.finish(mine, owner, job, result);
       return id;

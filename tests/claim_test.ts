@@ -2,6 +2,7 @@
 import { assert, assertEquals, assertRejects } from "@std/assert";
 import { connect, type Pool, schema } from "../db.ts";
 import * as processes from "../processes.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import { pooled, testDatabase } from "./database.ts";
 
@@ -47,7 +48,7 @@ function test(
 async function claim({ sql, id }: Claimer, way: Way, most = 1): Promise<queue.Job[]> {
   const options = { worker: id, kinds, most, leaseS: 60, token: crypto.randomUUID() };
   try {
-    return await queue.claim(sql, { queue: "q", claim: way }, options);
+    return await claims.claim(sql, { queue: "q", claim: way }, options);
   } catch (error) {
     if ((error as { code?: string }).code !== "55P03") throw error;
     return []; // the others had the lock for a second
@@ -55,7 +56,7 @@ async function claim({ sql, id }: Claimer, way: Way, most = 1): Promise<queue.Jo
 }
 
 /** Whether nothing waits any more: a claim that comes back empty may just have come too late. */
-const isDrained = async (sql: Pool) => (await queue.look(sql, ["q"], kinds)).ready.length === 0;
+const isDrained = async (sql: Pool) => (await claims.look(sql, ["q"], kinds)).ready.length === 0;
 
 for (const way of ways) {
   test(

@@ -4,6 +4,7 @@ import { audit, balance, deposit, fold } from "../credits.ts";
 import { codeOf, connect, type Pool, schema, type Sql, via } from "../db.ts";
 import { Outcomes } from "../jobs/outcomes.ts";
 import * as processes from "../processes.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import * as requests from "../requests.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
@@ -27,7 +28,7 @@ async function aWorker(sql: Pool): Promise<string> {
 async function claimNext(sql: Sql, worker: string, most = 1, leaseS = 60): Promise<queue.Job[]> {
   const ready = { queue: "default", claim: "skip_locked" } as const;
   const token = crypto.randomUUID();
-  return await queue.claim(sql as Pool, ready, { worker, kinds, most, leaseS, token });
+  return await claims.claim(sql as Pool, ready, { worker, kinds, most, leaseS, token });
 }
 
 /** An owner's free, reserved and captured credits. */
@@ -815,7 +816,7 @@ const acts: Record<string, (actor: Actor) => Promise<unknown>> = {
       where worker_id = ${worker} and status = 'running'`;
     await queue.recover(sql, 20);
   },
-  promote: ({ sql }) => queue.promote(sql),
+  promote: ({ sql }) => claims.promote(sql),
   fold: (actor) => fold(actor.sql, 1 + below(actor, 50)),
   remove: ({ sql }) =>
     sql`delete from ${jobsTable(sql)} where id in (select id from ${jobsTable(sql)}

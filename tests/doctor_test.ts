@@ -4,6 +4,7 @@ import { connect, type Pool, schema, withQueueLock } from "../db.ts";
 import { installedPostgres, startPostgres } from "../dev/postgres.ts";
 import { migrate } from "../migrate.ts";
 import * as processes from "../processes.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import { examine, type Report, textOf } from "../tools/doctor.ts";
 import { picksUnskipped } from "../tools/doctor/queues.ts";
@@ -175,7 +176,7 @@ databaseTest(
     await queue.setQueue(sql, "strict", { claim: "repeatable_read", max_running: 1000 });
     const pools = Array.from({ length: 6 }, () => connect(url, { max: 1, prepare: false }));
     const over = new AbortController();
-    // As queue.claim does it, but with some time between the snapshot and the change of the queue's row.
+    // As claims.claim does it, but with some time between the snapshot and the change of the queue's row.
     const claims = pools.map(async (pool) => {
       while (!over.signal.aborted) {
         await pool.unsafe(
@@ -537,7 +538,7 @@ databaseTest("jobs that run past their lease are told", async (sql, url) => {
   await queue.enqueue(sql, [{ kind: "echo" }, { kind: "echo" }, { kind: "echo" }]);
   const options = { worker: crypto.randomUUID(), kinds: ["echo"], most: 3, leaseS: 60 };
   const ready = { queue: "default", claim: "skip_locked" as const };
-  const [job] = await queue.claim(sql, ready, { ...options, token: crypto.randomUUID() });
+  const [job] = await claims.claim(sql, ready, { ...options, token: crypto.randomUUID() });
   assertEquals(only(await glance(url), "past_lease"), []);
   await sql`update ${sql(schema)}.jobs set lease_until = now() - interval '1 hour'
             where id <= ${Number(job.id) + 1}`;

@@ -5,6 +5,7 @@ import { type Pool, type Via, via } from "../db.ts";
 import { writeFile } from "../files.ts";
 import { createKey, revokeKey } from "../keys.ts";
 import * as processes from "../processes.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import { Watch } from "../web/events.ts";
 import { Problem } from "../web/problem.ts";
@@ -18,9 +19,9 @@ const aWorker = (sql: Pool) =>
 /** Claims the next job, by hand. */
 async function claimNext(sql: Pool) {
   const worker = await aWorker(sql);
-  const { ready } = await queue.look(sql, null, kinds);
+  const { ready } = await claims.look(sql, null, kinds);
   const options = { worker, kinds, most: 1, leaseS: 60, token: crypto.randomUUID() };
-  const [job] = await queue.claim(sql, ready[0], options);
+  const [job] = await claims.claim(sql, ready[0], options);
   return { worker, job };
 }
 

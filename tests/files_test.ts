@@ -11,6 +11,7 @@ import {
   writeFile,
 } from "../files.ts";
 import * as processes from "../processes.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import { databaseTest as test } from "./database.ts";
 
@@ -20,7 +21,7 @@ const worker = (sql: Pool) =>
 
 async function claimOne(sql: Pool, worker: string, leaseS = 60): Promise<queue.Job> {
   const options = { worker, kinds, most: 1, leaseS, token: crypto.randomUUID() };
-  return (await queue.claim(sql, { queue: "default", claim: "skip_locked" }, options))[0];
+  return (await claims.claim(sql, { queue: "default", claim: "skip_locked" }, options))[0];
 }
 
 /** Bytes that differ from chunk to chunk, in pieces of uneven length. */

@@ -11,6 +11,7 @@ import { run } from "../jobs/run.ts";
 import { Stopper } from "../jobs/stopper.ts";
 import { typed } from "../jobs/typed.ts";
 import * as processes from "../processes.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import * as requests from "../requests.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
@@ -283,7 +284,7 @@ test("a request that is late for its lease is not sent, and its job is as if it 
   const { id } = await enqueue(sql, "charge", {});
   const worker = await processes.register(sql, { role: "worker", name: "test", version: "0" });
   const options = { worker, kinds: ["charge"], most: 1, leaseS: 1, token: crypto.randomUUID() };
-  const [job] = await queue.claim(sql, { queue: "default", claim: "skip_locked" }, options);
+  const [job] = await claims.claim(sql, { queue: "default", claim: "skip_locked" }, options);
   let asked = 0;
   const late = paid({
     payload: z.unknown(),
@@ -315,7 +316,7 @@ test("a paid job that is stopped before it sends is given back, and not for revi
   /** Runs a job that is stopped when `when` comes, and records what came of it. */
   const stopped = async (submit: (stop: () => void) => Promise<string>, lostReply = false) => {
     const { id } = await enqueue(sql, "charge", {}, { priority: 1 });
-    const [job] = await queue.claim(sql, { queue: "default", claim: "skip_locked" }, options);
+    const [job] = await claims.claim(sql, { queue: "default", claim: "skip_locked" }, options);
     const stopper = new Stopper();
     const abort = () => stopper.stop(new Stop("released", "its worker was stopped"));
     const db = via(sql);
@@ -394,7 +395,7 @@ test("paid work whose id comes before it is sent once more is not sent once more
   const worker = await processes.register(sql, { role: "worker", name: "test", version: "0" });
   const claim = async () => {
     const options = { worker, kinds: ["charge"], most: 1, leaseS: 60, token: crypto.randomUUID() };
-    return (await queue.claim(sql, { queue: "default", claim: "skip_locked" }, options))[0];
+    return (await claims.claim(sql, { queue: "default", claim: "skip_locked" }, options))[0];
   };
   const { key } = (await requests.intend(sql, worker, await claim()))!;
   await sql`update ${sql(schema)}.jobs set lease_until = now() - interval '1 s'`;

@@ -6,6 +6,7 @@ import { assert, assertEquals } from "@std/assert";
 import postgres from "postgres";
 import { type Pool } from "../db.ts";
 import * as processes from "../processes.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import { testDatabase } from "./database.ts";
 
@@ -43,8 +44,8 @@ interface Asked {
   rows?: number;
 }
 
-const claimBy = (name: string, claim: queue.Ready["claim"]) => (sql: Pool, worker: string) =>
-  queue.claim(sql, { queue: name, claim }, {
+const claimBy = (name: string, claim: claims.Ready["claim"]) => (sql: Pool, worker: string) =>
+  claims.claim(sql, { queue: name, claim }, {
     ...{ worker, kinds: ["small"], most: 10, leaseS: 120 },
     token: crypto.randomUUID(),
   });
@@ -56,7 +57,7 @@ const running = async (sql: Pool, worker: string) =>
 /** The statements, and what each is to read. */
 const statements: Record<string, Asked> = {
   look: {
-    call: (sql) => queue.look(sql, null, ["small"]),
+    call: (sql) => claims.look(sql, null, ["small"]),
     by: ["jobs_queued", "jobs_scheduled", "jobs_running"],
     rows: 10 * FEW,
   },
@@ -107,7 +108,7 @@ const statements: Record<string, Asked> = {
     rows: 10,
   },
   promote: {
-    call: (sql) => queue.promote(sql, FEW),
+    call: (sql) => claims.promote(sql, FEW),
     by: ["jobs_scheduled", "jobs_pkey"],
     rows: 3 * FEW,
   },

@@ -2,6 +2,7 @@
 import { assert, assertEquals, assertRejects } from "@std/assert";
 import { connect, type Pool, schema, type Sql, via, withQueueLock } from "../db.ts";
 import * as processes from "../processes.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import * as requests from "../requests.ts";
 import { tidyUp } from "../upkeep.ts";
@@ -22,10 +23,10 @@ async function aWorker(sql: Pool): Promise<string> {
 
 /** Claims from the first queue that has something. */
 async function claimNext(sql: Pool, worker: string, most = 1, leaseS = 60): Promise<queue.Job[]> {
-  const { ready } = await queue.look(sql, null, kinds);
+  const { ready } = await claims.look(sql, null, kinds);
   if (ready.length === 0) return [];
   const token = crypto.randomUUID();
-  return await queue.claim(sql, ready[0], { worker, kinds, most, leaseS, token });
+  return await claims.claim(sql, ready[0], { worker, kinds, most, leaseS, token });
 }
 
 async function stateOf(sql: Pool, id: string): Promise<queue.JobView> {
@@ -98,9 +99,9 @@ test("ids are strings and survive 2^53", async (sql) => {
 test("a caller's rollback takes its jobs along, and its commit brings them", async (sql) => {
   for (const how of ["rollback", "commit"] as const) {
     const close = await openTransaction(sql, (tx) => queue.enqueue(tx, [{ kind: "a" }]));
-    assertEquals((await queue.look(sql, null, kinds)).ready, [], "seen before the commit");
+    assertEquals((await claims.look(sql, null, kinds)).ready, [], "seen before the commit");
     await close(how);
-    assertEquals((await queue.look(sql, null, kinds)).ready.length, how === "commit" ? 1 : 0);
+    assertEquals((await claims.look(sql, null, kinds)).ready.length, how === "commit" ? 1 : 0);
   }
 });
 
@@ -261,15 +262,15 @@ test("batches that take the same keys in opposite orders do not deadlock", async
 test("a scheduled job is due at its time by the database's clock, and is promoted then", async (sql) => {
   const [{ id }] = await queue.enqueue(sql, [{ kind: "a", delay_s: 3600 }]);
   assertEquals((await stateOf(sql, id)).status, "scheduled");
-  assertEquals(await queue.look(sql, null, kinds), {
+  assertEquals(await claims.look(sql, null, kinds), {
     ready: [],
     promotable: false,
     opens_ms: null,
   });
-  assertEquals(await queue.promote(sql), 0);
+  assertEquals(await claims.promote(sql), 0);
   await sql`update ${jobsTable(sql)} set due_at = now() where id = ${id}`;
-  assertEquals((await queue.look(sql, null, kinds)).promotable, true);
-  assertEquals(await queue.promote(sql), 1);
+  assertEquals((await claims.look(sql, null, kinds)).promotable, true);
+  assertEquals(await claims.promote(sql), 1);
   assertEquals((await claimNext(sql, await aWorker(sql))).map((job) => job.id), [id]);
 });
 
@@ -283,9 +284,9 @@ test("null is a name like any other", async (sql) => {
   await queue.setQueue(sql, "null");
   const [{ id }] = await queue.enqueue(sql, [{ kind: "null", queue: "null" }]);
   const worker = await aWorker(sql);
-  const { ready } = await queue.look(sql, ["null"], ["null"]);
+  const { ready } = await claims.look(sql, ["null"], ["null"]);
   const claim = { worker, kinds: ["null"], most: 1, leaseS: 60, token: crypto.randomUUID() };
-  assertEquals((await queue.claim(sql, ready[0], claim)).map((job) => job.id), [id]);
+  assertEquals((await claims.claim(sql, ready[0], claim)).map((job) => job.id), [id]);
 });
 
 test("a paused queue is not claimed from, even by a claim that looked before", async (sql) => {
@@ -293,7 +294,7 @@ test("a paused queue is not claimed from, even by a claim that looked before", a
     const name = claim.replace("_", "-");
     await queue.setQueue(sql, name, { claim });
     await queue.enqueue(sql, [{ kind: "a", queue: name }]);
-    const { ready } = await queue.look(sql, [name], kinds);
+    const { ready } = await claims.look(sql, [name], kinds);
     await queue.setQueue(sql, name, { paused: true });
     const options = {
       worker: await aWorker(sql),
@@ -302,10 +303,10 @@ test("a paused queue is not claimed from, even by a claim that looked before", a
       leaseS: 60,
       token: crypto.randomUUID(),
     };
-    assertEquals(await queue.claim(sql, ready[0], options), []);
-    assertEquals((await queue.look(sql, [name], kinds)).ready, []);
+    assertEquals(await claims.claim(sql, ready[0], options), []);
+    assertEquals((await claims.look(sql, [name], kinds)).ready, []);
     await queue.setQueue(sql, name, { paused: false });
-    assertEquals((await queue.claim(sql, ready[0], options)).length, 1);
+    assertEquals((await claims.claim(sql, ready[0], options)).length, 1);
   }
 });
 
@@ -687,7 +688,7 @@ test("a job claimed by a call whose reply was lost is a stray of the next heartb
   await queue.enqueue(sql, [{ kind: "a" }]);
   const token = crypto.randomUUID();
   const ready = { queue: "default", claim: "skip_locked" } as const;
-  const [job] = await queue.claim(sql, ready, { worker, kinds, most: 1, leaseS: 60, token });
+  const [job] = await claims.claim(sql, ready, { worker, kinds, most: 1, leaseS: 60, token });
   const pulse = await queue.heartbeat(sql, worker, [], 60, 45);
   assertEquals(pulse.strays, [{ id: job.id, attempt: 1, claim_token: token }]);
 });

@@ -7,6 +7,7 @@ import { inputsOf, writeFile } from "../files.ts";
 import { lookUpReviews } from "../jobs/paid.ts";
 import { attempts } from "../listing.ts";
 import * as processes from "../processes.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import * as requests from "../requests.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
@@ -33,10 +34,10 @@ async function claimNext(
   worker: string,
   { most = 1, leaseS = 60, idle = true }: { most?: number; leaseS?: number; idle?: boolean } = {},
 ): Promise<queue.Job[]> {
-  const { ready } = await queue.look(sql, null, kinds);
+  const { ready } = await claims.look(sql, null, kinds);
   if (ready.length === 0) return [];
   const token = crypto.randomUUID();
-  return await queue.claim(sql, ready[0], { worker, kinds, most, leaseS, idle, token });
+  return await claims.claim(sql, ready[0], { worker, kinds, most, leaseS, idle, token });
 }
 
 const fence = ({ id, attempt }: queue.Claimed) => ({ id, attempt });
@@ -127,7 +128,7 @@ test("each attempt that did not end in done is kept, with why, and goes with its
     ["done", (job) => queue.finish(sql, worker, job, 1)],
   ];
   for (const [, end] of endings) {
-    await queue.promote(sql);
+    await claims.promote(sql);
     const [job] = await claimNext(sql, worker);
     await end(job);
   }
@@ -168,7 +169,7 @@ for (const claim of ["skip_locked", "lock", "repeatable_read"] as const) {
       (await claimNext(sql, worker, { most: 3, ...options })).map(({ id }) => Number(id));
     const before = await ids({ idle: true });
     assert(before[0] === 1 && !before.includes(2), String(before));
-    assertEquals((await queue.look(sql, null, kinds)).ready[0].alone, true);
+    assertEquals((await claims.look(sql, null, kinds)).ready[0].alone, true);
     assertEquals(await ids({ idle: true }), [2]);
     assertEquals([...before, ...await ids({ idle: false })], [1, 3, 4]);
   });
@@ -212,7 +213,7 @@ test("one key for a job's life, whoever sends it; no key without the lease, nor 
   const unsent = { id: job.id, attempt: 1, outcome: "failed", error: "closed", unsent: true };
   await queue.settle(sql, worker, [{ ...unsent, delay_s: 0 } as queue.Outcome]);
   assertEquals((await requestOf(sql, entry)).sent, false);
-  await queue.promote(sql);
+  await claims.promote(sql);
   const [again] = await claimNext(sql, worker, { leaseS: 0 });
   const late = (await requests.intend(sql, worker, again))!;
   assertEquals([late.key, late.left_s <= 0], [null, true]);
@@ -221,7 +222,7 @@ test("one key for a job's life, whoever sends it; no key without the lease, nor 
   assertEquals((await requests.intend(sql, worker, again))!.key, first.key);
 
   await queue.settle(sql, worker, [{ ...unsent, attempt: 2, delay_s: 0 } as queue.Outcome]);
-  await queue.promote(sql);
+  await claims.promote(sql);
   const [third] = await claimNext(sql, worker);
   assertEquals(await queue.cancel(sql, entry.id), "running");
   const cancelled = (await requests.intend(sql, worker, third))!;

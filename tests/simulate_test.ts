@@ -18,7 +18,8 @@ import {
 import { Course, simulate, type World } from "../dev/simulation/world.ts";
 import { schema } from "../db.ts";
 import { defaults } from "../policy.ts";
-import { claim, enqueue, finish } from "../queue.ts";
+import { claim } from "../claims.ts";
+import { enqueue, finish } from "../queue.ts";
 import { databaseTest } from "./database.ts";
 
 const world = (changes: Partial<World> = {}): World => ({

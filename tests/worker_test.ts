@@ -3,6 +3,7 @@ import { assert, assertEquals, assertStringIncludes } from "@std/assert";
 import { fileURLToPath } from "node:url";
 import { connect, type Pool, schema, via } from "../db.ts";
 import { outputsOf, writeFile } from "../files.ts";
+import * as claims from "../claims.ts";
 import * as queue from "../queue.ts";
 import { databaseTest as test, testDatabase, waitFor } from "./database.ts";
 import { enqueue, enqueueMany } from "./kinds.ts";
@@ -474,7 +475,7 @@ async function aSilentJob(sql: Pool, priority: number): Promise<queue.Enqueued> 
   const [entry] = await queue.enqueue(sql, [{ kind: "echo", priority }]);
   const dead = { worker: crypto.randomUUID(), kinds: ["echo"], most: 1, leaseS: 0 };
   const claim = { ...dead, token: crypto.randomUUID() };
-  const [job] = await queue.claim(sql, { queue: "default", claim: "skip_locked" }, claim);
+  const [job] = await claims.claim(sql, { queue: "default", claim: "skip_locked" }, claim);
   assertEquals(job.id, entry.id);
   return entry;
 }

@@ -4,7 +4,8 @@
  */
 import * as config from "../../config.ts";
 import { codeOf, type Pool, schema, withQueueLock } from "../../db.ts";
-import { type Claimed, type Ready } from "../../queue.ts";
+import { type Ready } from "../../claims.ts";
+import { type Claimed } from "../../queue.ts";
 import {
   finishAll,
   KIND,

@@ -1,6 +1,7 @@
 /** What the measurements of claiming share: jobs in line, the product's claim, and many who claim. */
 import { connect, type Pool, schema } from "../../db.ts";
-import { claim, type Claimed, type Ready, settle } from "../../queue.ts";
+import { claim, type Ready } from "../../claims.ts";
+import { type Claimed, settle } from "../../queue.ts";
 import type { BenchServer } from "./common.ts";
 
 export const QUEUE = "bench";

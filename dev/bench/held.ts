@@ -4,7 +4,8 @@
  */
 import * as config from "../../config.ts";
 import { connect, type Pool, schema } from "../../db.ts";
-import { claimedColumns, type Job } from "../../queue.ts";
+import { claimedColumns } from "../../claims.ts";
+import { type Job } from "../../queue.ts";
 import { finishAll, KIND, makeQueue, putJobs, QUEUE, take } from "./claimers.ts";
 import {
   aligned,

@@ -1,7 +1,8 @@
 /** What pgbench, a client that does nothing else, reaches with the statements that Siding's worker sends. */
 import postgres from "postgres";
 
-import { claim, settle } from "../../queue.ts";
+import { claim } from "../../claims.ts";
+import { settle } from "../../queue.ts";
 import { installedPostgres } from "../postgres.ts";
 import type { BenchServer, Say } from "./common.ts";
 import { siding, template } from "./contenders.ts";
