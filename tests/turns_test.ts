@@ -3,7 +3,7 @@ import { assert, assertEquals, assertRejects } from "@std/assert";
 import { connect, type Pool, schema } from "../db.ts";
 import { survey } from "../looks.ts";
 import * as processes from "../processes.ts";
-import { look } from "../claims.ts";
+import * as queueClaims from "../claims.ts";
 import * as queue from "../queue.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
 import { startWorker } from "./processes.ts";
@@ -24,7 +24,7 @@ const jobsOf = (owner: string | null, count: number, priority = 0): queue.NewJob
 async function claim(sql: Pool, worker: string, most: number, way: Way = "lock", idle = true) {
   const options = { worker, kinds, most, leaseS: 60, idle, token: crypto.randomUUID() };
   try {
-    return await claims.claim(sql, { queue: "q", claim: way }, options);
+    return await queueClaims.claim(sql, { queue: "q", claim: way }, options);
   } catch (error) {
     if ((error as { code?: string }).code !== "55P03") throw error;
     return []; // the others had the lock for a second
@@ -52,7 +52,7 @@ for (const [way, most] of [["lock", 1], ["lock", 10], ["repeatable_read", 3]] as
       await Promise.all(pools.map(async (pool) => {
         const worker = await aWorker(pool);
         // Nothing else orders them: they claim as fast as they can.
-        while ((await look(pool, ["q"], kinds)).ready.length > 0) {
+        while ((await queueClaims.look(pool, ["q"], kinds)).ready.length > 0) {
           await claim(pool, worker, most, way);
         }
       }));
@@ -129,7 +129,7 @@ test("a queue is made fair, and not fair again, while jobs wait", async (sql) =>
   await queue.setQueue(sql, "q", { fair: true });
   assertEquals(await owners(sql, worker, 10), { large: 5, small: 5 });
   await sql`update ${sql(schema)}.jobs set due_at = now() where status = 'scheduled'`;
-  await claims.promote(sql);
+  await queueClaims.promote(sql);
   assertEquals(await owners(sql, worker, 3), { large: 1, small: 1, later: 1 });
   await queue.setQueue(sql, "q", { fair: false });
   assertEquals(await owners(sql, worker, 10), { large: 10 }, "in line again");
@@ -172,7 +172,7 @@ test("a job that goes back has its owner's next turn, and one to run alone is no
   const [first] = await claim(sql, worker, 1);
   await queue.release(sql, worker, first, "test");
   await sql`update ${sql(schema)}.jobs set alone = true where id = ${first.id}`;
-  const alone = async () => (await claims.look(sql, ["q"], kinds)).ready[0].alone;
+  const alone = async () => (await queueClaims.look(sql, ["q"], kinds)).ready[0].alone;
   assertEquals([first.owner, await alone()], ["a", false]);
   assertEquals(await owners(sql, worker, 10), { b: 1, c: 1 }, "up to the one that is to run alone");
   assertEquals(await alone(), true);
@@ -269,7 +269,7 @@ test("a rate limit leaves what it can, and the look says when there is room", as
   await queue.setQueue(sql, "q", { rate_limit: 5, rate_period_s: 60 });
   await queue.enqueue(sql, jobsOf(null, 20));
   const worker = await aWorker(sql);
-  const look = () => claims.look(sql, null, kinds);
+  const look = () => queueClaims.look(sql, null, kinds);
   assertEquals((await claim(sql, worker, 3)).length, 3);
   assertEquals([(await look()).ready.length, (await look()).opens_ms], [1, null]);
   assertEquals((await claim(sql, worker, 10)).length, 2);
@@ -325,9 +325,9 @@ test("where the clock was set back, starts of later count from now, and no longe
   const worker = await aWorker(sql);
   assertEquals((await claim(sql, worker, 10)).length, 2);
   await sql`update ${sql(schema)}.starts set started_at = started_at + interval '1 hour'`;
-  assertEquals((await claims.look(sql, null, kinds)).ready.length, 1);
+  assertEquals((await queueClaims.look(sql, null, kinds)).ready.length, 1);
   assertEquals(await claim(sql, worker, 10), []);
-  assertEquals((await claims.look(sql, null, kinds)).ready, []);
+  assertEquals((await queueClaims.look(sql, null, kinds)).ready, []);
   await waitFor(async () => (await claim(sql, worker, 10)).length === 2, "the next two");
 });
 
