@@ -116,16 +116,16 @@ function contextOf(runner: Runner, job: Job, stopper: Stopper, made: Made): Cont
   };
 }
 
-const runInline = (
+/** Runs a function, which is left behind when it does not heed that it is to stop. */
+function runInline(
   kind: InlineKind,
   payload: unknown,
   context: Context,
   stopper: Stopper,
-): Promise<unknown> =>
-  stopper.unlessAbandoned(
-    Promise.resolve().then(() => kind.work(payload, context)),
-    ABANDON_MS,
-  );
+): unknown {
+  const result = kind.work(payload, context);
+  return result instanceof Promise ? stopper.unlessAbandoned(result, ABANDON_MS) : result;
+}
 
 /** A job that is done, unless what it returned cannot be stored. */
 function done({ id, attempt }: Job, result: unknown, { next, files }: Made): Outcome {
@@ -204,14 +204,13 @@ export async function runToEnd(
   const facts = { job: job.id, kind: job.kind, attempt: job.attempt };
   const startedMs = performance.now();
   // Small jobs by the thousand a second would be all that a log has: it gets what went wrong with them.
-  const isSmall = runner.kinds[job.kind]?.runs === "inline";
-  const say = (text: string, more: Record<string, unknown>) =>
-    log[isSmall ? "debug" : "info"](text, more);
-  say("job {job} {kind} started, attempt {attempt}", facts);
+  const level = runner.kinds[job.kind]?.runs === "inline" ? "debug" : "info";
+  const said = log.isEnabledFor(level);
+  if (said) log[level]("job {job} {kind} started, attempt {attempt}", facts);
   try {
     const outcome = await traced(job, () => run(runner, job, stopper)).finally(ran);
     const stands = outcome && await outcomes.record(outcome);
-    const seconds = ((performance.now() - startedMs) / 1000).toFixed(1);
+    const seconds = () => ((performance.now() - startedMs) / 1000).toFixed(1);
     if (!stands) {
       log.warn("job {job} {kind} is lost: somebody else has it", facts);
     } else if ("error" in outcome) {
@@ -219,12 +218,12 @@ export async function runToEnd(
       log.warn("job {job} {kind} {how} after {seconds} s: {error}", {
         ...facts,
         how,
-        seconds,
+        seconds: seconds(),
         error,
       });
-    } else {
+    } else if (said) {
       const how = outcome.outcome;
-      say("job {job} {kind} {how} after {seconds} s", { ...facts, how, seconds });
+      log[level]("job {job} {kind} {how} after {seconds} s", { ...facts, how, seconds: seconds() });
     }
   } catch (error) {
     // The database stayed away, or its refusal could not be recorded either: the lease decides.

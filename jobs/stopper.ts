@@ -34,7 +34,7 @@ export class Stopper {
     return new Promise((resolve, reject) => {
       let timer: ReturnType<typeof setTimeout> | undefined;
       const over = () => {
-        clearTimeout(timer);
+        if (timer !== undefined) clearTimeout(timer);
         this.#onStop = undefined;
       };
       this.#onStop = (reason) => timer = setTimeout(() => reject(reason), graceMs);
