@@ -1,8 +1,10 @@
 /**
  * How fast no-op jobs that are all there already are drained, by one process and by several.
  *
- * The same clock for every contender: it starts at the time of the first claim, as the rows have it,
- * and ends at the first look at the database that finds nothing left, both by the database's clock.
+ * The same clock for every contender. Each process first works off some jobs, since V8 compiles what runs
+ * often only once it has: the clock starts at the first look that finds no more than the measured jobs left,
+ * and ends at the first that finds none, by the database's clock. A second figure has the warming-up in it: it
+ * counts all jobs from the time of the first claim, as the rows have it.
  * The start of the processes does not count. The looks count what is left; they come closer together
  * toward the end, the last ones some milliseconds apart, so that they cost next to nothing.
  */
@@ -37,6 +39,7 @@ import { type Bars, picture } from "./svg.ts";
 
 export interface Settings extends Common {
   jobs: number;
+  warmUp: number;
   processes: string;
   rounds: number;
   default: boolean;
@@ -50,6 +53,8 @@ export interface Result {
   jobs_per_s: number;
   /** Jobs a second of each round. */
   rounds: number[];
+  /** The warming-up included. */
+  cold_jobs_per_s: number;
   /** How many times as fast Siding is. */
   siding_ratio: number | null;
 }
@@ -64,6 +69,7 @@ export interface Report {
 
 const flags = {
   jobs: config.flag(config.int(20_000, 1, 1_000_000, "no-op jobs that are there beforehand")),
+  warmUp: config.flag(config.int(20_000, 0, 1_000_000, "jobs before them, which are not measured")),
   processes: config.flag({
     parse: (text: string) => {
       if (!/^\d{1,2}(,\d{1,2})*$/.test(text) || text.split(",").includes("0")) throw text;
@@ -99,16 +105,18 @@ export async function drainOn(
   const how: How = settings.default ? "default" : "best";
   // A copy of a filled database for each run: filling takes some of them longer than draining.
   await using filled = new AsyncDisposableStack();
-  const turns: Record<string, () => Promise<number>> = {};
+  const turns: Record<string, () => Promise<Rates>> = {};
   for (const rival of all) {
     signal.throwIfAborted();
     const jobs = Math.ceil(most * (settings.quick ? rival.quickShare ?? 1 : 1));
-    say(`${jobs} jobs for ${rival.name}`);
-    const source = filled.use(await template(server, rival, how, jobs));
+    const warmUp = settings.quick ? Math.min(settings.warmUp, jobs / 2) : settings.warmUp;
+    const total = jobs + Math.ceil(warmUp * (rival.quickShare ?? 1));
+    say(`${total} jobs for ${rival.name}`);
+    const source = filled.use(await template(server, rival, how, total));
     for (const processes of settings.processes.split(",").map(Number)) {
       turns[`${processes} ${rival.name}`] = async () => {
         await using database = await server.database({ copyOf: source });
-        return await drainOnce(database, rival, how, jobs, processes, signal);
+        return await drainOnce(database, rival, how, jobs, total, processes, signal);
       };
     }
   }
@@ -123,29 +131,38 @@ function itemsOf(
   all: Rival[],
   how: How,
   counts: number[],
-  measured: Record<string, number[]>,
+  measured: Record<string, Rates[]>,
 ): Result[] {
   return counts.flatMap((processes) => {
-    const roundsOf = ({ name }: Rival) => measured[`${processes} ${name}`];
+    const roundsOf = ({ name }: Rival) => measured[`${processes} ${name}`].map(({ warm }) => warm);
+    const coldOf = ({ name }: Rival) => measured[`${processes} ${name}`].map(({ cold }) => cold);
     const own = all.includes(siding) ? median(roundsOf(siding)) : null;
     return all.map((rival) => ({
       ...{ contender: rival.name, settings: rival.settings[how], processes },
       jobs_per_s: Math.round(median(roundsOf(rival))),
       rounds: roundsOf(rival).map(Math.round),
+      cold_jobs_per_s: Math.round(median(coldOf(rival))),
       siding_ratio: rival === siding ? null : ratio(own, median(roundsOf(rival))),
     }));
   });
 }
 
-/** Drains a database by so many processes. @returns jobs a second */
+/** Jobs a second: of those measured, and of all from the first claim on. */
+interface Rates {
+  warm: number;
+  cold: number;
+}
+
+/** Drains a database of `total` jobs by so many processes, of which the last `jobs` are measured. */
 async function drainOnce(
   { sql, url }: BenchDatabase,
   rival: Rival,
   how: How,
   jobs: number,
+  total: number,
   processes: number,
   signal: AbortSignal,
-): Promise<number> {
+): Promise<Rates> {
   await using workers = new AsyncDisposableStack();
   const started: Child[] = await Promise.all(
     Array.from({ length: processes }, () => worker(rival, url, how)),
@@ -162,20 +179,26 @@ async function drainOnce(
   // Read once, and at once: of what is deleted when it has ended it cannot be told any more.
   const [{ at }] = await sql.unsafe(`select extract(epoch from ${claimed})::float8 as at`);
   const endMs = performance.now() + LIMIT_MS;
+  let begun: { left: number; now: number } | null = null;
   while (performance.now() < endMs) {
     signal.throwIfAborted();
     const [{ left, now }] = await sql.unsafe(
       `select (${rival.left})::integer as left, extract(epoch from statement_timestamp())::float8 as now`,
     );
     if (left === 0) {
-      const [{ done }] = await sql.unsafe(`select (${rival.done ?? jobs})::integer as done`);
-      if (done !== jobs) {
-        throw new Error(`${rival.name} did ${done} of ${jobs} jobs at the first try`);
+      const [{ done }] = await sql.unsafe(`select (${rival.done ?? total})::integer as done`);
+      if (done !== total) {
+        throw new Error(`${rival.name} did ${done} of ${total} jobs at the first try`);
       }
-      return jobs / (now - at);
+      if (!begun) {
+        throw new Error(`${rival.name} was done before the clock started: --jobs is too few`);
+      }
+      return { warm: begun.left / (now - begun.now), cold: total / (now - at) };
     }
+    if (left <= jobs) begun ??= { left, now };
+    // Until the next point in time that counts, by the pace so far.
     const passedMs = (now - at) * 1000;
-    const restMs = passedMs * left / Math.max(1, jobs - left);
+    const restMs = passedMs * (left > jobs ? left - jobs : left) / Math.max(1, total - left);
     // At first the rest is a guess, and far too long: not to be slept through.
     await pause(Math.max(2, Math.min(restMs * 0.7, Math.max(20, passedMs / 2), 1000)), signal);
   }
@@ -187,14 +210,17 @@ const QUICK_JOBS = 10_000;
 
 export function textOf({ machine, jobs, how, left_out, items }: Report): string {
   const rows = items.map((it) => [
-    ...[it.contender, String(it.processes), String(it.jobs_per_s)],
+    ...[it.contender, String(it.processes), String(it.jobs_per_s), String(it.cold_jobs_per_s)],
     ...[it.siding_ratio === null ? "" : `${it.siding_ratio} ×`, it.settings],
   ]);
   return [
     machineText(machine),
     `${jobs} no-op jobs, the ${how} settings of each; medians of ${items[0].rounds.length}`,
     "",
-    ...aligned([["", "processes", "jobs/s", "Siding is", "settings"], ...rows], [0, 4]),
+    ...aligned([["", "processes", "jobs/s", "from cold", "Siding is", "settings"], ...rows], [
+      0,
+      5,
+    ]),
     ...(left_out ? ["", left_out] : []),
   ].join("\n");
 }

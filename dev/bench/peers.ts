@@ -68,14 +68,17 @@ export async function benchPeers(
   const told = (part: string): Say => (line) => say(`${part}: ${line}`);
   const best = await drain.drainOn(
     server,
-    { ...common, processes: "1,4", default: false },
+    { ...common, warmUp: jobs, processes: "1,4", default: false },
     signal,
     told("drain"),
   );
   const defaults = await drain.drainOn(
     server,
     // Some take a second for 500 by their defaults.
-    { ...common, jobs: Math.min(jobs, quick ? 500 : 5000), processes: "1", default: true },
+    {
+      ...{ ...common, jobs: Math.min(jobs, quick ? 500 : 5000), warmUp: quick ? 500 : 5000 },
+      ...{ processes: "1", default: true },
+    },
     signal,
     told("defaults"),
   );
