@@ -17,7 +17,7 @@ import * as queue from "./queue.ts";
 const log = logger("worker");
 
 /** A place in line is a mark for so long, and as long again while the look is under way. */
-const LOOK_EVERY_MS = 400;
+export const LOOK_EVERY_MS = 400;
 /** For so long after work was seen a worker looks as often as it ever does. */
 const BUSY_MS = 5000;
 /** After that it waits for this part of the time in which there was none. */

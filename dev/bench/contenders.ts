@@ -26,6 +26,8 @@ export interface Rival {
   /** When the first job was claimed, null before; and how many have not ended. */
   claimed: string;
   left: string;
+  /** How many have ended, as the server's statistics count rows: cheap, and at most a second old. */
+  ended?: string;
   /** How many were done at the first try; of what deletes them none are known. */
   done?: string;
   /** Makes a filled queue hold its jobs back, and lets go of them; a peer's workers start late instead. */
@@ -46,6 +48,8 @@ export const siding: Rival = {
   claimed: "select min(claimed_at) from siding.jobs where status <> 'queued'",
   left: "select count(*) from siding.jobs where status not in ('done', 'failed')",
   done: "select count(*) from siding.jobs where status = 'done' and attempt = 1",
+  ended:
+    "select n_tup_upd / 2 from pg_stat_user_tables where schemaname = 'siding' and relname = 'jobs'",
   hold: "update siding.queues set paused = true",
   release: "update siding.queues set paused = false",
 };
@@ -62,6 +66,8 @@ export const peers: Rival[] = [
     child: peer("graphile-worker"),
     claimed: "select min(locked_at) from graphile_worker._private_jobs",
     left: "select count(*) from graphile_worker._private_jobs", // what has ended is deleted
+    ended: `select n_tup_del from pg_stat_user_tables
+      where schemaname = 'graphile_worker' and relname = '_private_jobs'`,
   },
   {
     name: "pg-boss",
@@ -73,6 +79,8 @@ export const peers: Rival[] = [
     claimed: "select min(started_on) from pgboss.job where name = 'noop' and state <> 'created'",
     left: "select count(*) from pgboss.job where name = 'noop' and state < 'completed'",
     done: "select count(*) from pgboss.job where state = 'completed' and retry_count = 0",
+    ended: `select coalesce(sum(n_tup_upd), 0) / 2 from pg_stat_user_tables
+      where schemaname = 'pgboss' and relname like 'job%'`,
   },
   {
     name: "DBOS",

@@ -1,12 +1,13 @@
 /**
  * Jobs that churn while a transaction holds xmin, so that nothing dead can be removed: how the rate of
- * each queue falls. Every contender works off its own line in its own database, and refills it.
+ * each queue falls. Workers of Siding and of its peers drain a long line; and one connection claims, ends and
+ * enqueues in turn, with a mark and without, to show what that is for.
  */
 import * as config from "../../config.ts";
-import { connect, type Pool, schema } from "../../db.ts";
-import { claimedColumns } from "../../claims.ts";
-import { type Job } from "../../queue.ts";
-import { finishAll, KIND, makeQueue, putJobs, QUEUE, take } from "./claimers.ts";
+import { connect, pause, type Pool } from "../../db.ts";
+import { type Done, type Exchange, exchange, look, type Place } from "../../claims.ts";
+import { LOOK_EVERY_MS } from "../../intake.ts";
+import { KIND, makeQueue, putJobs, QUEUE } from "./claimers.ts";
 import {
   aligned,
   type BenchServer,
@@ -18,11 +19,20 @@ import {
   ratio,
   type Say,
 } from "./common.ts";
+import {
+  contenders as rivalsFlag,
+  type Rival,
+  rivals,
+  template,
+  until,
+  worker,
+} from "./contenders.ts";
 import { picture, short } from "./svg.ts";
 
 interface Settings extends Common {
   jobs: number;
   batch: number;
+  contenders: string[];
 }
 
 /** A queue under churn. */
@@ -51,63 +61,34 @@ interface Report {
   machine: Machine;
   settings: { jobs: number; batch: number; waiting: number };
   courses: Course[];
+  left_out: string | null;
 }
 
 const WAITING = 3000;
 /** Nobody is given longer, however slow it gets. */
 const LIMIT_MS = 300_000;
-/** A marked claim looks from the very start every so many claims, or ms. */
-const RESCAN_CLAIMS = 50;
-const RESCAN_MS = 1000;
+/** Claims, and in the same statement ends those before. */
+type Claimer = (sql: Pool, worker: string, most: number, done: Done[]) => Promise<Exchange>;
 
-type Claimer = (sql: Pool, worker: string, most: number) => Promise<Pick<Job, "id" | "attempt">[]>;
+const claimFrom = (mark: Place | null): Claimer => (sql, worker, most, done) => {
+  const options = { worker, kinds: [KIND], most, leaseS: 120, token: crypto.randomUUID() };
+  return exchange(sql, { queue: QUEUE, claim: "skip_locked" }, options, done, mark);
+};
 
-const plain: Claimer = async (sql, worker, most) =>
-  (await take("skip_locked")(sql, worker, most)).jobs;
-
-/** The place in line of the last job that was claimed. */
-interface Mark {
-  priority: number;
-  due_at: string;
-  id: string;
-}
-
-/** The product's statement, begun at the last claimed key instead of at the dead entries before it. */
+/** As a worker does it: from the place where the last claim ended, with a look every so often. */
 function marked(): Claimer {
-  let mark: Mark | null = null;
-  let [claims, atMs] = [0, 0];
-  return async (sql, worker, most) => {
-    const old = ++claims > RESCAN_CLAIMS || performance.now() - atMs > RESCAN_MS;
-    for (const from of mark && !old ? [mark, null] : [null]) {
-      if (!from) [claims, atMs] = [0, performance.now()];
-      const jobs = await claimFrom(sql, worker, most, from);
-      if (jobs.length > 0) mark = jobs[jobs.length - 1];
-      if (jobs.length === most || !from) return jobs;
-      mark = null; // short: what is before the mark comes with the next
-      if (jobs.length > 0) return jobs;
+  let mark: Place | null = null;
+  let lookedMs = -Infinity;
+  return async (sql, worker, most, done) => {
+    if (performance.now() - lookedMs > LOOK_EVERY_MS) {
+      lookedMs = performance.now();
+      mark = (await look(sql, [QUEUE], [KIND])).ready[0]?.head ?? null;
     }
-    return [];
+    const claimed = await claimFrom(mark)(sql, worker, most, done);
+    if (claimed.jobs.length < most) lookedMs = -Infinity;
+    mark = claimed.last;
+    return claimed;
   };
-}
-
-function claimFrom(sql: Pool, worker: string, most: number, mark: Mark | null) {
-  const after = mark
-    ? sql`and priority = ${mark.priority} and (due_at, id) >= (${mark.due_at}::timestamptz, ${mark.id})`
-    : sql``;
-  return sql<(Pick<Job, "id" | "attempt"> & Mark)[]>`
-    with next as materialized (
-      select id from ${sql(schema)}.jobs
-      where queue = ${QUEUE} and status = 'queued' and kind = any(${`{${KIND}}`}::text[]) ${after}
-      order by priority desc, due_at, id limit ${most} for update skip locked
-    ),
-    taken as (
-      update ${sql(schema)}.jobs j set status = 'running', worker_id = ${worker},
-        claim_token = gen_random_uuid(), attempt = j.attempt + 1, claimed_at = now(),
-        lease_until = now() + interval '2 minutes', stage = null, progress = null
-      from next where j.id = next.id returning j.*
-    )
-    select ${sql.unsafe(claimedColumns)}, j.due_at::text from taken j
-    order by j.priority desc, j.due_at, j.id`;
 }
 
 const siding = (claimer: () => Claimer): Contender => ({
@@ -118,10 +99,11 @@ const siding = (claimer: () => Claimer): Contender => ({
     await putJobs(sql, waiting);
     const worker = crypto.randomUUID();
     const claims = claimer();
+    let done: Done[] = [];
     return {
       async cycle(most) {
-        const jobs = await claims(sql, worker, most);
-        await finishAll(sql, worker, jobs);
+        const { jobs } = await claims(sql, worker, most, done);
+        done = jobs.map(({ id, attempt }) => ({ id, attempt, result: null }));
         await putJobs(sql, jobs.length);
         return jobs.length;
       },
@@ -130,10 +112,10 @@ const siding = (claimer: () => Claimer): Contender => ({
   },
 });
 
-/** Who is measured; peers are added here. */
+/** One connection that claims, ends and enqueues in turn. */
 const contenders: Record<string, Contender> = {
-  "Siding, claim from a mark": siding(marked),
-  "Siding, plain claim": siding(() => plain),
+  "one connection, from a mark": siding(marked),
+  "one connection, without": siding(() => claimFrom(null)),
 };
 
 async function benchHeld(settings: Settings, signal: AbortSignal, say: Say): Promise<Report> {
@@ -141,10 +123,68 @@ async function benchHeld(settings: Settings, signal: AbortSignal, say: Say): Pro
   const { batch } = settings;
   await using server = await benchServer();
   const courses: Course[] = [];
+  const { all, leftOut } = await rivals(settings.contenders, say);
+  for (const rival of all.filter(({ ended }) => ended)) {
+    courses.push(await courseOfWorker(server, rival, jobs, signal, say));
+  }
   for (const [name, contender] of Object.entries(contenders)) {
     courses.push(await courseOf(server, name, contender, { jobs, batch }, signal, say));
   }
-  return { machine: server.machine, settings: { jobs, batch, waiting: WAITING }, courses };
+  const { machine } = server;
+  return { machine, settings: { jobs, batch, waiting: WAITING }, courses, left_out: leftOut };
+}
+
+/** A worker of a contender's own that drains a long line, counted by the server's statistics every second. */
+async function courseOfWorker(
+  server: BenchServer,
+  rival: Rival,
+  jobs: number,
+  signal: AbortSignal,
+  say: Say,
+): Promise<Course> {
+  say(`${rival.name}: ${short(jobs)} jobs are put in line`);
+  await using source = await template(server, rival, "best", jobs);
+  await using database = await server.database({ copyOf: source });
+  await using child = await worker(rival, database.url, "best");
+  const holder = connect(database.url, { max: 1, name: "holds xmin" });
+  try {
+    return await holder.begin("isolation level repeatable read", async (tx) => {
+      await tx`select count(*) from pg_class`; // its snapshot, which it keeps
+      const { sql } = database;
+      const ended = async (): Promise<number> =>
+        (await sql.unsafe(`select (${rival.ended})::integer as n`))[0].n;
+      const before = await ended();
+      if (rival.release) {
+        await until(sql, "(select count(*) = 1 from siding.processes)", signal);
+        await sql.unsafe(rival.release);
+      } else await child.tell("start");
+      const samples: [number, number][] = [];
+      const startedMs = performance.now();
+      for (let n = 0; n < jobs && performance.now() - startedMs < LIMIT_MS;) {
+        await pause(1000, signal);
+        signal.throwIfAborted();
+        n = (await ended()) - before;
+        samples.push([performance.now() - startedMs, n]);
+        say(`${rival.name}: ${short(n)} of ${short(jobs)} jobs, xmin held`);
+      }
+      return summaryOf(`${rival.name}, a worker`, samples);
+    }) as Course;
+  } finally {
+    await holder.end({ timeout: 1 });
+  }
+}
+
+/** The rates of three of the first seconds, the very first aside, and of the last three full ones. */
+function summaryOf(name: string, samples: [number, number][]): Course {
+  const rate = (from: number, to: number) => {
+    const [[fromMs, had], [toMs, has]] = [samples[Math.max(0, from)], samples[Math.max(0, to)]];
+    return Math.round((has - had) * 1000 / (toMs - fromMs));
+  };
+  const last = samples.length - 2; // the last second had less to do
+  const many = Math.min(3, Math.floor(last / 2));
+  const [first_s, last_s] = [rate(0, many), rate(last - many, last)];
+  const jobs_s = samples.slice(1).map((_, i) => rate(i, i + 1));
+  return { name, jobs_s, first_s, last_s, last_to_first: ratio(last_s, first_s) };
 }
 
 async function courseOf(
@@ -192,7 +232,7 @@ function summary(name: string, atMs: number[]): Course {
   return { name, jobs_s, first_s, last_s, last_to_first: ratio(last_s, first_s) };
 }
 
-function textOf({ machine, settings, courses }: Report): string {
+function textOf({ machine, settings, courses, left_out }: Report): string {
   const { jobs, batch, waiting } = settings;
   const rows = courses.map(({ name, first_s, last_s, last_to_first }) => [
     ...[name, String(first_s), String(last_s), `${Math.round((last_to_first ?? 0) * 100)}%`],
@@ -202,6 +242,7 @@ function textOf({ machine, settings, courses }: Report): string {
     `${jobs} jobs, ${batch} at a time, ${waiting} in line, while a transaction holds xmin`,
     "",
     ...aligned([["jobs/s", "at first", "in the end", "is"], ...rows]),
+    ...(left_out ? ["", left_out] : []),
   ].join("\n");
 }
 
@@ -221,7 +262,8 @@ export const held: Measurement<Settings, Report> = {
   summary: "how the rate falls while a transaction holds xmin",
   flags: {
     jobs: config.flag(config.int(200_000, 1000, 10_000_000, "jobs that each works off meanwhile")),
-    batch: config.flag(config.int(100, 1, 1000, "jobs at a time")),
+    batch: config.flag(config.int(100, 1, 1000, "jobs at a time, of one connection")),
+    contenders: rivalsFlag,
   },
   ...{ run: benchHeld, text: textOf, svg: svgOf },
 };
