@@ -157,11 +157,12 @@ const plain: Omit<Job, "id" | "queue" | "kind" | "payload" | "attempt" | "claime
   };
 
 const numbers = (list: readonly (string | number)[]) => `{${list.join(",")}}`;
-/** The results as a JSON array; null when there are none. */
-const resultsOf = (done: readonly Done[]) =>
-  done.some(({ result }) => result !== null)
-    ? JSON.stringify(done.map(({ result }) => result))
-    : null;
+/** The results that are not null as a JSON object, by id; null when there are none. */
+function resultsOf(done: readonly Done[]): string | null {
+  const results = done.filter(({ result }) => result !== null && result !== undefined);
+  if (results.length === 0) return null;
+  return JSON.stringify(Object.fromEntries(results.map(({ id, result }) => [id, result])));
+}
 
 /** {@linkcode exchange} without a claim. @returns the ids that stand as done */
 export async function finishMany(

@@ -24,28 +24,33 @@ create trigger tell after update of finished_at on siding.jobs for each row
   execute function siding.tell();
 
 -- Ends attempts of one worker as done, whose jobs wrote no files and bring no others: what siding.settle
--- does for these, at a third of what that costs. `results` is a JSON array, one for each; null is none.
+-- does for these, at a third of what that costs. `results` is a JSON object, by id, of those that are not null.
 -- Returns the ids of those that stand by it. Another may be lost, or have been done by a call whose reply
 -- was lost: siding.settle tells.
 -- Waits for a locked row no longer than `wait_ms`, and is refused (55P03) then: the others are not to wait
 -- for it. Nothing is locked in order first: no two calls are about the same job.
+--
+-- Planned once, since that costs more than to finish ten jobs; and never as anything else than here. Joined by
+-- id it was planned as a scan of all jobs while these were few, and so read a million later on. So each is
+-- looked up by its key and updated where it lies; that it is still the worker's is asked again there, for a
+-- row that was changed just then. That it has a lease is to say that it is running: in that word the index of
+-- the running ones would serve, whose entries of jobs that ran before are many.
 create function siding.finish(worker uuid, ids bigint[], attempts integer[], results jsonb, wait_ms integer)
 returns setof bigint language plpgsql
-set lock_timeout = '50ms'
--- Planned once, and by the primary key: planning anew costs more than finishing ten jobs, and a plan made
--- while the table was small reads all of it when it is large.
-set plan_cache_mode = force_generic_plan set enable_hashjoin = off set enable_mergejoin = off
-set enable_seqscan = off as $$
+set lock_timeout = '50ms' set plan_cache_mode = force_generic_plan set enable_seqscan = off as $$
+declare
+  tids tid[];
 begin
   perform set_config('lock_timeout', wait_ms::text, true); -- until this returns, by the line above
+  tids := array(select found.ctid from unnest(ids, attempts) as o(id, attempt)
+    cross join lateral (
+      select j.ctid from siding.jobs j
+      where j.id = o.id and j.attempt = o.attempt and j.worker_id = worker and j.lease_until is not null
+      offset 0) found);
   return query
-    update siding.jobs j set status = 'done', result = nullif(o.result, 'null'), error = null, progress = 1,
-      alone = false, lease_until = null, finished_at = now()
-    from rows from (unnest(ids), unnest(attempts), jsonb_array_elements(results)) as o(id, attempt, result)
-    where j.id = o.id and j.attempt = o.attempt and j.worker_id = worker
-      -- Which is to say that it is running. In that word the index of the running ones would serve, whose
-      -- entries of jobs that ran before are many.
-      and j.lease_until is not null
+    update siding.jobs j set status = 'done', result = nullif(results -> j.id::text, 'null'), error = null,
+      progress = 1, alone = false, lease_until = null, finished_at = now()
+    where j.ctid = any(tids) and j.worker_id = worker and j.lease_until is not null
     returning j.id;
 end $$;
 
@@ -79,7 +84,7 @@ begin
       array(select o.id from jsonb_to_recordset(outcomes) as o(id bigint))));
   end if;
   with mine as materialized (
-    select j.id, o.outcome, o.result, o.error, o.delay_s, coalesce(o.unsent, false) as unsent, case
+    select j.id, j.tid, o.outcome, o.result, o.error, o.delay_s, coalesce(o.unsent, false) as unsent, case
         when o.outcome = 'done' then o.outcome
         when j.sent_at is not null and j.request_id is null and not coalesce(o.unsent, false) then 'review'
         -- Its id has come meanwhile, from which it goes on, whatever this attempt knows.
@@ -97,7 +102,7 @@ begin
     -- Each by its key, whatever the statistics say. A running job is told by its lease: by its status the
     -- index of the running ones would be read instead, with what is dead in it, once for each outcome.
     cross join lateral (
-      select * from siding.jobs j
+      select j.*, j.ctid as tid from siding.jobs j
       where j.id = o.id and j.attempt = o.attempt and j.worker_id = worker and j.lease_until is not null
       for update) j
   ),
@@ -122,7 +127,8 @@ begin
       worker_id = case when m.status in ('done', 'failed', 'cancelled') then worker end,
       claim_token = case when m.status in ('done', 'failed', 'cancelled') then j.claim_token end,
       finished_at = case when m.status in ('done', 'failed', 'cancelled') then now() end
-    from mine m where j.id = m.id
+    -- Where they lie, and not by an index of ids, see siding.finish.
+    from mine m where j.ctid = any(array(select mine.tid from mine)) and j.id + 0 = m.id
     returning j.id, j.status
   )
   select array_agg(id), array_agg(id) filter (where status = 'done') into settled, finished from ended;

@@ -59,7 +59,7 @@ begin
   for f in
     select p.oid::regprocedure as name from pg_proc p
     where p.pronamespace = (select c.relnamespace from pg_class c where c.oid = 'siding.jobs'::regclass)
-      and p.proname in ('look', 'promote', 'claim_lock', 'claim_repeatable_read', 'settle', 'heartbeat', 'recover',
+      and p.proname in ('look', 'promote', 'claim_lock', 'claim_repeatable_read', 'heartbeat', 'recover',
         'cancel', 'enqueue', 'retry', 'check_limits', 'attach_files', 'fail_unknown_kinds', 'sweep', 'count_jobs',
         'survey', 'service_state', 'to_look_up', 'intend', 'save_request')
   loop
@@ -70,13 +70,10 @@ begin
   for f in
     select p.oid::regprocedure as name from pg_proc p
     where p.pronamespace = (select c.relnamespace from pg_class c where c.oid = 'siding.jobs'::regclass)
-      and p.proname in ('look', 'promote', 'claim_lock', 'claim_repeatable_read', 'settle', 'heartbeat', 'recover',
+      and p.proname in ('look', 'promote', 'claim_lock', 'claim_repeatable_read', 'heartbeat', 'recover',
         'cancel', 'check_limits', 'fail_unknown_kinds', 'sweep')
   loop
     execute format('alter function %s set enable_hashjoin = off', f.name);
     execute format('alter function %s set enable_mergejoin = off', f.name);
   end loop;
 end $$;
--- A settle may enqueue a thousand, which it joins with each other.
-alter function siding.enqueue(jsonb) set enable_hashjoin = on;
-alter function siding.enqueue(jsonb) set enable_mergejoin = on;

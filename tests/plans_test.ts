@@ -76,6 +76,28 @@ const statements: Record<string, Asked> = {
     by: ["jobs_queued", "jobs_running", "jobs_pkey"],
     rows: 10 * FEW,
   },
+  "finish and claim": {
+    call: async (sql, worker) => {
+      const done = (await running(sql, worker)).map((job) => ({ ...job, result: 1 }));
+      const options = {
+        worker,
+        kinds: ["small"],
+        most: 10,
+        leaseS: 120,
+        token: crypto.randomUUID(),
+      };
+      const { last } = await claims.exchange(
+        sql,
+        { queue: "default", claim: "skip_locked" },
+        options,
+        done,
+      );
+      assert(last, "something was claimed");
+      await claims.exchange(sql, { queue: "default", claim: "skip_locked" }, options, [], last);
+    },
+    by: ["jobs_pkey", "jobs_queued"],
+    rows: 10 * FEW,
+  },
   settle: {
     call: async (sql, worker) => {
       const jobs = await running(sql, worker);
