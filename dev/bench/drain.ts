@@ -69,7 +69,14 @@ export interface Report {
 
 const flags = {
   jobs: config.flag(config.int(20_000, 1, 1_000_000, "no-op jobs that are there beforehand")),
-  warmUp: config.flag(config.int(20_000, 0, 1_000_000, "jobs before them, which are not measured")),
+  warmUp: config.flag(
+    config.int(
+      20_000,
+      0,
+      1_000_000,
+      "jobs before them, which are not measured; as many as these at the most",
+    ),
+  ),
   processes: config.flag({
     parse: (text: string) => {
       if (!/^\d{1,2}(,\d{1,2})*$/.test(text) || text.split(",").includes("0")) throw text;
@@ -109,8 +116,7 @@ export async function drainOn(
   for (const rival of all) {
     signal.throwIfAborted();
     const jobs = Math.ceil(most * (settings.quick ? rival.quickShare ?? 1 : 1));
-    const warmUp = settings.quick ? Math.min(settings.warmUp, jobs / 2) : settings.warmUp;
-    const total = jobs + Math.ceil(warmUp * (rival.quickShare ?? 1));
+    const total = jobs + Math.min(settings.warmUp, settings.quick ? Math.ceil(jobs / 2) : jobs);
     say(`${total} jobs for ${rival.name}`);
     const source = filled.use(await template(server, rival, how, total));
     for (const processes of settings.processes.split(",").map(Number)) {
