@@ -196,10 +196,9 @@ async function drainOnce(
       if (done !== total) {
         throw new Error(`${rival.name} did ${done} of ${total} jobs at the first try`);
       }
-      if (!begun) {
-        throw new Error(`${rival.name} was done before the clock started: --jobs is too few`);
-      }
-      return { warm: begun.left / (now - begun.now), cold: total / (now - at) };
+      const cold = total / (now - at);
+      // So few that they were done between two looks.
+      return { warm: begun ? begun.left / (now - begun.now) : cold, cold };
     }
     if (left <= jobs) begun ??= { left, now };
     // Until the next point in time that counts, by the pace so far.
