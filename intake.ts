@@ -36,6 +36,8 @@ export interface IntakeSettings {
 interface Plenty {
   from: claims.Ready;
   mark: claims.Place | null;
+  /** The look that this goes back to. */
+  look: number;
 }
 
 export class Intake {
@@ -43,6 +45,8 @@ export class Intake {
   /** Places kept for claims that are under way. */
   #claiming = 0;
   #plenty: Plenty | null = null;
+  /** Looks that were answered. */
+  #looks = 0;
   /** When the last look that was answered was sent. */
   #lookedMs = -Infinity;
   /** When a job was last claimed. */
@@ -112,19 +116,22 @@ export class Intake {
     const plenty = this.#plenty;
     const sentMs = performance.now();
     if (plenty && sentMs - this.#lookedMs < LOOK_EVERY_MS * (lane + 1)) {
-      await this.#claim(plenty.from, plenty.mark);
+      await this.#claim(plenty.from, plenty.mark, plenty.look);
       return 0;
     }
     if (lane > 0) return settings.pollMaxMs;
-    const { ready, promotable, opens_ms } = await db.run((sql) =>
-      claims.look(sql, settings.queues, this.serves)
-    );
+    const look = () => db.run((sql) => claims.look(sql, settings.queues, this.serves));
+    let seen = await look();
+    // Then a claim all the same: where jobs fall due all the time there would be none. None moved:
+    // somebody's open transaction holds them, which is no reason to wait with the others.
+    const moved = seen.promotable && await db.run((sql) => claims.promote(sql)) > 0;
+    if (moved) seen = await look();
     this.#lookedMs = sentMs;
-    // None moved: somebody's open transaction holds them, which is no reason to wait with the others.
-    if (promotable && await db.run((sql) => claims.promote(sql)) > 0) return 0;
-    const waitMs = await this.#claimFirst(ready, stop);
+    this.#looks++;
+    const waitMs = await this.#claimFirst(seen.ready, stop);
+    if (moved) return 0;
     // Back when a queue that its rate limit holds has room, though not all workers at that instant.
-    return Math.min(waitMs, (opens_ms ?? Infinity) + 10 + Math.random() * 20);
+    return Math.min(waitMs, (seen.opens_ms ?? Infinity) + 10 + Math.random() * 20);
   }
 
   /** Claims from the first of the queues that has a job for this worker. */
@@ -139,7 +146,7 @@ export class Intake {
       if (stop.aborted || this.#room <= 0) return 0;
       if (this.leases.waitsToBeAlone(from)) return pollMaxMs;
       this.leases.gotOn();
-      if (await this.#claim(from, from.head ?? null) !== 0) return 0; // started some, or waited for a lock
+      if (await this.#claim(from, from.head ?? null, this.#looks) !== 0) return 0; // started some, or waited for a lock
     }
     if (ready.length === 0) return this.#idleMs();
     const soonestMs = Math.min(...ready.map((from) => missesOf(from).untilMs)) - performance.now();
@@ -154,7 +161,11 @@ export class Intake {
   }
 
   /** Claims from one queue and starts what it got. @returns how many; null: others hold its lock */
-  async #claim(from: claims.Ready, mark: claims.Place | null): Promise<number | null> {
+  async #claim(
+    from: claims.Ready,
+    mark: claims.Place | null,
+    look: number,
+  ): Promise<number | null> {
     const { settings: { concurrency, pollMaxMs }, leases } = this;
     const idle = leases.held.size === 0 && this.#claiming === 0;
     // Half at the most, so that the database takes the next ones while these run.
@@ -180,7 +191,9 @@ export class Intake {
     } finally {
       this.#claiming -= places;
     }
-    this.#plenty = jobs.length < most ? null : { from, mark: last };
+    if (jobs.length < most) this.#plenty = null;
+    // Not where the other lane has looked since: what it saw may stand before this place.
+    else if (look === this.#looks) this.#plenty = { from, mark: last, look };
     for (const job of jobs) this.start(job, sent);
     if (jobs.length > 0) {
       this.#misses.delete(from.queue);
@@ -210,9 +223,13 @@ export class Intake {
       );
       stand = exchange.stand;
       return exchange;
+    } catch (error) {
+      if (isDisconnect(error) || done.length === 0) throw error;
     } finally {
       landed(stand);
     }
+    // One of the outcomes was refused, or its row is locked, which is no reason not to claim.
+    return await this.db.run((sql) => claims.exchange(sql, from, options, [], mark));
   }
 }
 
