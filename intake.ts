@@ -128,6 +128,7 @@ export class Intake {
     if (moved) seen = await look();
     this.#lookedMs = sentMs;
     this.#looks++;
+    this.#plenty = null; // the next claim begins where this look says, also when it has to wait for room
     const waitMs = await this.#claimFirst(seen.ready, stop);
     if (moved) return 0;
     // Back when a queue that its rate limit holds has room, though not all workers at that instant.

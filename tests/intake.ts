@@ -70,9 +70,9 @@ export async function work(url: string, kinds: Kinds, options: Options): Promise
     ...{ outcomes, leases, id, statements: db.statements },
     async [Symbol.asyncDispose]() {
       stop.abort();
-      const rest = Promise.all([...loops, ...[...leases.held.values()].map(({ ended }) => ended)]);
       const timer = setTimeout(() => hurry.abort(), 2000);
-      await rest;
+      await Promise.all(loops); // a claim that was under way starts jobs
+      await Promise.all([...leases.held.values()].map(({ ended }) => ended));
       clearTimeout(timer);
       await Promise.all([db.close(), pulse.close()]);
     },
