@@ -21,6 +21,11 @@ const kinds: Kinds = {
     work: () => new Promise((resolve) => setTimeout(resolve, 5)),
   }),
   urgent: inline({ payload: z.unknown(), work: () => 1 }),
+  /** Whose outcome goes with no claim. */
+  chained: inline({
+    payload: z.unknown(),
+    work: (_, { next }) => next({ kind: "nobodys" }),
+  }),
 };
 
 /** A worker whose queue has more than it gets done meanwhile, and when it started jobs of the kind `urgent`. */
@@ -198,3 +203,27 @@ test(
     assertEquals(new Set(starts).size, entries.length);
   },
 );
+
+test("a worker that claims and cannot record stops at twice what it runs", async (sql, url) => {
+  await using proxy = startProxy(url);
+  const concurrency = 10;
+  const entries = await queue.enqueue(
+    sql,
+    Array.from({ length: 100 }, () => ({ kind: "chained" })),
+  );
+  proxy.silenceThatSay(".settle(");
+  let most = 0;
+  await using worker = await work(proxy.url, kinds, {
+    ...{ concurrency, limitMs: 400 },
+    onStart: () => most = Math.max(most, worker.leases.held.size),
+  });
+  await waitFor(() => most > concurrency, "it to claim more than it runs");
+  const before = worker.statements.length;
+  await waitFor(() => worker.statements.length > before + 3, "it to try again");
+  proxy.mend();
+  await waitFor(async () => {
+    const jobs = await queue.get(sql, entries.map(({ id }) => id));
+    return jobs.every(({ status }) => status === "done");
+  }, "all to be done");
+  assertEquals(most, 2 * concurrency);
+});

@@ -31,6 +31,7 @@ async function lockRow(sql: Pool, id: string): Promise<() => Promise<void>> {
   };
 }
 
+const aWorker = (sql: Pool) => processes.register(sql, { role: "worker", name: "a", version: "0" });
 const statusOf = async (sql: Pool, { id }: { id: string }) => (await queue.get(sql, [id]))[0];
 /** Makes a queue that takes no more. */
 async function fullQueue(sql: Pool): Promise<void> {
@@ -40,7 +41,7 @@ async function fullQueue(sql: Pool): Promise<void> {
 
 test("one outcome whose row is locked, and one that is refused, hold back no others for long", async (sql) => {
   await fullQueue(sql);
-  const worker = await processes.register(sql, { role: "worker", name: "a", version: "0" });
+  const worker = await aWorker(sql);
   await queue.enqueue(sql, Array.from({ length: MANY }, () => ({ kind: "a" })));
   const jobs = await claims.claim(sql, { queue: "default", claim: "skip_locked" }, {
     ...{ worker, kinds: ["a"], most: MANY, leaseS: 600, token: crypto.randomUUID() },
@@ -74,6 +75,32 @@ test("one outcome whose row is locked, and one that is refused, hold back no oth
   for (const { id, result } of after) if (id !== refused.id) assertEquals(result, id);
   const next = await sql`select from ${sql(schema)}.jobs where kind = 'b'`;
   assertEquals(next.length, 1, "what the chained one brings");
+});
+
+test("an outcome of a worker that lost its job ends nothing, alone or with a claim", async (sql) => {
+  const [worker, other] = [await aWorker(sql), await aWorker(sql)];
+  await queue.enqueue(sql, [{ kind: "a" }]);
+  const ready: claims.Ready = { queue: "default", claim: "skip_locked" };
+  const optionsOf = (worker: string, leaseS: number) => ({
+    ...{ worker, kinds: ["a"], most: 1, leaseS, token: crypto.randomUUID() },
+  });
+  const [old] = await claims.claim(sql, ready, optionsOf(worker, 0));
+  await queue.recover(sql);
+  const [job] = await claims.claim(sql, ready, optionsOf(worker, 600));
+  assertEquals([job.id, job.attempt], [old.id, 2]);
+  const before = await statusOf(sql, job);
+  for (const [who, { id, attempt }] of [[worker, old], [other, job]] as const) {
+    const done = [{ id, attempt, result: "stale" }];
+    assertEquals(await claims.finishMany(sql, who, done, 50), new Set());
+    const { stand, jobs } = await claims.exchange(sql, ready, optionsOf(who, 600), done);
+    assertEquals([stand, jobs], [new Set(), []]);
+  }
+  assertEquals(await statusOf(sql, job), before);
+  const { id, attempt } = job;
+  const { stand } = await claims.exchange(sql, ready, optionsOf(worker, 600), [
+    { id, attempt, result: "fresh" },
+  ]);
+  assertEquals([stand, (await statusOf(sql, job)).result], [new Set([id]), "fresh"]);
 });
 
 /** Kinds whose jobs wait for a gate, which opens when so many run; one job goes on after that. */
