@@ -9,7 +9,8 @@
  *
  * Ids are bigint in the database and strings here: a number would be wrong from 2^53 on.
  */
-import { codeOf, cut, schema, type Sql, unstorable } from "./db.ts";
+import { codeOf, cut, type Pool, schema, type Sql, unstorable } from "./db.ts";
+import { Gatherer } from "./gather.ts";
 
 export type Status =
   | "scheduled"
@@ -112,13 +113,14 @@ export const names = (list: readonly string[]) => `{${list.map((name) => `"${nam
 
 /**
  * Enqueues jobs in one statement, on a pool or in the caller's transaction, with which they then
- * commit or vanish. All or none.
+ * commit or vanish. All or none. What is enqueued on a pool at the same time goes in one statement: see
+ * gather.ts.
  *
  * @returns one entry a job, in the order given
  * @throws EnqueueError when a queue, file or credits are missing, a value malformed, or a limit reached
  */
 export async function enqueue(sql: Sql, jobs: readonly NewJob[]): Promise<Enqueued[]> {
-  const complete = jobs.map((job, index) => {
+  const texts = jobs.map((job, index) => {
     const { delay_s, due_at, price } = job;
     // JSON would make these null, and the job due at once, or free.
     if (typeof delay_s === "number" && !Number.isFinite(delay_s)) {
@@ -130,19 +132,43 @@ export async function enqueue(sql: Sql, jobs: readonly NewJob[]): Promise<Enqueu
     if (due_at instanceof Date && Number.isNaN(due_at.getTime())) {
       throw new EnqueueError(`job ${index + 1}: due_at is not an instant`, "SD422");
     }
-    return job.payload === undefined ? { ...job, payload: {} } : job;
+    return json(job.payload === undefined ? { ...job, payload: {} } : job);
   });
+  const text = texts.join(",");
+  try {
+    // A transaction is its caller's own.
+    if (!("begin" in sql)) return await insert(sql, text);
+    const gatherer = gatherers.get(sql) ?? new Gatherer(sql, insertAgain);
+    gatherers.set(sql, gatherer);
+    return await gatherer.enqueue({ text, count: jobs.length });
+  } catch (error) {
+    throw enqueueError(error, jobs);
+  }
+}
+
+const gatherers = new WeakMap<Pool, Gatherer<Enqueued>>();
+
+/** @param lockWaitMs how long it may wait for a lock, before it is refused (55P03); not in a transaction */
+const insert = (sql: Sql, text: string, lockWaitMs?: number): Promise<Enqueued[]> =>
+  list(
+    lockWaitMs === undefined
+      ? sql<Enqueued[]>`
+        select id::text, created from ${s(sql)}.enqueue(${`[${text}]`}::text::jsonb) order by ord`
+      // Set before the jobs are looked at, and until this statement ends.
+      : sql<Enqueued[]>`
+        select e.id::text, e.created
+        from set_config('lock_timeout', ${String(lockWaitMs)}, true) as waits,
+          ${s(sql)}.enqueue(case when waits is not null then ${`[${text}]`}::text::jsonb end) as e
+        order by e.ord`,
+  );
+
+/** {@linkcode insert}, repeated where others took the same keys in another order. */
+async function insertAgain(sql: Pool, text: string, lockWaitMs?: number): Promise<Enqueued[]> {
   for (let round = 1;; round++) {
     try {
-      return await list(sql<Enqueued[]>`
-        select id::text, created from ${s(sql)}.enqueue(${
-        json(complete)
-      }::text::jsonb) order by ord`);
+      return await insert(sql, text, lockWaitMs);
     } catch (error) {
-      const code = codeOf(error);
-      // Others may take the same keys in other orders. A transaction is its caller's to repeat.
-      if (code === "40P01" && "begin" in sql && round < 5) continue;
-      throw enqueueError(error, jobs);
+      if (codeOf(error) !== "40P01" || round === 5) throw error;
     }
   }
 }
