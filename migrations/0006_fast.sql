@@ -32,6 +32,96 @@ create trigger tell after update of finished_at on siding.jobs for each row
   when (new.webhook is not null and old.finished_at is null and new.finished_at is not null)
   execute function siding.tell();
 
+-- Enqueues a JSON array of jobs, each {kind, payload, queue, owner, priority, delay_s or due_at,
+-- unique_key, files: a list of ids, price, webhook, trace_parent}; all but the kind may be missing. Returns a row a job, in
+-- the order given: its id, and whether it was created or is the unfinished job that has its unique
+-- key already. All or nothing. Errors: SD402 too few credits, SD404 no such queue, SD410 no such
+-- file, SD422 malformed, SD429 over a limit of the queue.
+create or replace function siding.enqueue(jobs jsonb)
+returns table (ord integer, id bigint, created boolean) language plpgsql
+-- Planned once: for one job, planning was half of the time.
+set plan_cache_mode = force_generic_plan as $$
+#variable_conflict use_column
+declare
+  ids_of regclass := pg_get_serial_sequence('siding.jobs', 'id');
+  -- Drawn first: an insert's "returning" could not say which row came from which input.
+  drawn bigint[] := array(select nextval(ids_of) from generate_series(1, jsonb_array_length(jobs)));
+  ids bigint[];
+  fresh bigint[];
+begin
+  perform siding.check_enqueue(jobs);
+  -- Without keys there is nothing to undo: a subtransaction costs more than a job.
+  if not jsonb_path_exists(jobs, '$[*].unique_key') then
+    ids := drawn;
+    fresh := siding.insert_jobs(jobs, drawn);
+  else
+    -- Each round inserts what has no holder and looks up the holder of the rest. A key has neither
+    -- when its holder finished between the two; then the round is undone and repeated, a bounded
+    -- number of times. Undone, since to go back to an earlier key while holding a later one is how
+    -- two batches deadlock (seen: within seconds, where holders come and go).
+    for round in 1..10 loop
+      begin
+        fresh := siding.insert_jobs(jobs, drawn);
+        ids := drawn;
+        exit when cardinality(fresh) = cardinality(drawn);
+
+        -- The holder of a key that is new is the new job. Each by itself: a join may be planned as a
+        -- scan of all keys there are.
+        select array_agg(case when x.unique_key is null then drawn[x.ord] else
+            (select holder.id from siding.jobs holder
+             where holder.kind = x.kind and holder.unique_key = x.unique_key
+               and holder.status in ('scheduled', 'queued', 'running', 'review')) end order by x.ord) into ids
+          from rows from (jsonb_to_recordset(jobs) as (kind text, unique_key text))
+            with ordinality as x(kind, unique_key, ord);
+        exit when array_position(ids, null) is null;
+        raise exception 'unique_key "%" was taken and freed % times in a row',
+          jobs -> (array_position(ids, null) - 1) ->> 'unique_key', round using errcode = 'SD409';
+      exception when sqlstate 'SD409' then
+        if round = 10 then
+          raise;
+        end if;
+      end;
+    end loop;
+  end if;
+
+  perform siding.attach_files(jobs, ids, fresh);
+  perform siding.check_limits(jobs, fresh);
+  return query select u.ord::integer, u.id, u.id = drawn[u.ord]
+               from unnest(ids) with ordinality as u(id, ord) order by u.ord;
+end $$;
+
+-- Inserts the jobs of an enqueue, with the ids drawn for them, but those whose key an unfinished job has.
+-- Returns the ids of those it inserted.
+create function siding.insert_jobs(jobs jsonb, ids bigint[]) returns bigint[] language plpgsql as $$
+declare
+  fresh bigint[];
+begin
+  with rows as (
+    insert into siding.jobs
+      (id, queue, kind, owner, payload, priority, unique_key, price, webhook, trace_parent, due_at, status)
+    select ids[x.ord], coalesce(x.queue, 'default'), x.kind, x.owner, coalesce(x.payload, 'null'),
+           coalesce(x.priority, 0), x.unique_key, x.price, x.webhook, x.trace_parent, t.due_at,
+           case when t.due_at > now() then 'scheduled' else 'queued' end
+    from rows from (jsonb_to_recordset(jobs) as (queue text, kind text, owner text, payload jsonb,
+           priority integer, unique_key text, price numeric, webhook text, trace_parent text,
+           due_at timestamptz, delay_s double precision))
+           with ordinality as x(queue, kind, owner, payload, priority, unique_key, price, webhook,
+                                trace_parent, due_at, delay_s, ord)
+    -- Not before now: an instant in the past would pass those who wait.
+    cross join lateral (select greatest(now(), coalesce(x.due_at, now() + coalesce(x.delay_s, 0)
+                                        * interval '1 second')) as due_at) t
+    -- In order of key: two batches that take the same keys in turns would deadlock.
+    order by x.kind, x.unique_key, x.ord
+    -- Waits for a holder that is not committed yet; a second of the same key in this batch yields.
+    on conflict (kind, unique_key)
+      where unique_key is not null and status in ('scheduled', 'queued', 'running', 'review')
+      do nothing
+    returning id
+  )
+  select coalesce(array_agg(id), '{}') into fresh from rows;
+  return fresh;
+end $$;
+
 -- Ends attempts of one worker as done, whose jobs wrote no files and bring no others: what siding.settle
 -- does for these, at a third of what that costs. `results` is a JSON object, by id, of those that are not null.
 -- Returns the ids of those that stand by it. Another may be lost, or have been done by a call whose reply

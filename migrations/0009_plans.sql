@@ -77,3 +77,5 @@ begin
     execute format('alter function %s set enable_mergejoin = off', f.name);
   end loop;
 end $$;
+-- Files are joined with each other by how many there are: an enqueue plans once, for few.
+alter function siding.attach_files(jsonb, bigint[], bigint[]) set plan_cache_mode = auto;
