@@ -35,6 +35,16 @@ interface Waiting<T> extends Call {
   reject(error: unknown): void;
 }
 
+// deno-lint-ignore no-explicit-any -- each with the entries of its `send`
+const gatherers = new WeakMap<Pool, Gatherer<any>>();
+
+/** The one of this pool, which has the `send` that it was first asked for with. */
+export function gathererOf<T>(sql: Pool, send: Send<T>): Gatherer<T> {
+  const gatherer = gatherers.get(sql) ?? new Gatherer(sql, send);
+  gatherers.set(sql, gatherer);
+  return gatherer;
+}
+
 /** Of one pool. */
 export class Gatherer<T> {
   readonly #lanes: number;

@@ -10,7 +10,7 @@
  * Ids are bigint in the database and strings here: a number would be wrong from 2^53 on.
  */
 import { codeOf, cut, type Pool, schema, type Sql, unstorable } from "./db.ts";
-import { Gatherer } from "./gather.ts";
+import { gathererOf } from "./gather.ts";
 
 export type Status =
   | "scheduled"
@@ -113,8 +113,7 @@ export const names = (list: readonly string[]) => `{${list.map((name) => `"${nam
 
 /**
  * Enqueues jobs in one statement, on a pool or in the caller's transaction, with which they then
- * commit or vanish. All or none. What is enqueued on a pool at the same time goes in one statement: see
- * gather.ts.
+ * commit or vanish. All or none. On a pool, those of one moment go together: see gather.ts.
  *
  * @returns one entry a job, in the order given
  * @throws EnqueueError when a queue, file or credits are missing, a value malformed, or a limit reached
@@ -138,15 +137,11 @@ export async function enqueue(sql: Sql, jobs: readonly NewJob[]): Promise<Enqueu
   try {
     // A transaction is its caller's own.
     if (!("begin" in sql)) return await insert(sql, text);
-    const gatherer = gatherers.get(sql) ?? new Gatherer(sql, insertAgain);
-    gatherers.set(sql, gatherer);
-    return await gatherer.enqueue({ text, count: jobs.length });
+    return await gathererOf(sql, insertAgain).enqueue({ text, count: jobs.length });
   } catch (error) {
     throw enqueueError(error, jobs);
   }
 }
-
-const gatherers = new WeakMap<Pool, Gatherer<Enqueued>>();
 
 /** @param lockWaitMs how long it may wait for a lock, before it is refused (55P03); not in a transaction */
 const insert = (sql: Sql, text: string, lockWaitMs?: number): Promise<Enqueued[]> =>

@@ -897,6 +897,14 @@ const mutants: Mutant[] = [
     test: "outcomes_test.ts",
     filter: "hold back no others",
   },
+  {
+    invariant: "gathered",
+    what: "a refusal that all callers of the statement get",
+    file: "gather.ts",
+    cut: ["calls.length > 1 ? REFUSED.test(code) : ", ""],
+    test: "gather_test.ts",
+    filter: "a caller at fault",
+  },
 ];
 
 async function main(words: string[]): Promise<number> {
