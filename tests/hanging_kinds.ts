@@ -5,7 +5,7 @@ export { kinds } from "./kinds.ts";
 
 const { run } = Database.prototype;
 Database.prototype.run = function (f, limitMs) {
-  const hangs = f.toString().includes("queue.look(") &&
+  const hangs = f.toString().includes("claims.look(") &&
     Deno.readTextFileSync(Deno.env.get("HANG")!) === "hang";
   return hangs ? new Promise(() => {}) : run.call(this, f, limitMs) as never;
 };
