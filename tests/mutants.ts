@@ -807,8 +807,16 @@ const mutants: Mutant[] = [
     what: "a finish that does not ask whose job it is",
     file: SQL,
     cut: [
-      "where j.id = o.id and j.attempt = o.attempt and j.worker_id = worker\n      -- Which",
-      "where j.id = o.id and j.attempt = o.attempt\n      -- Which",
+      // Asked twice: where it is found, and where it is changed.
+      "and j.attempt = o.attempt and j.worker_id = worker and j.lease_until is not null\n" +
+      "      offset 0) found);\n  return query\n" +
+      "    update siding.jobs j set status = 'done', result = nullif(results -> j.id::text, 'null'), error = null,\n" +
+      "      progress = 1, alone = false, lease_until = null, finished_at = now()\n" +
+      "    where j.ctid = any(tids) and j.worker_id = worker and",
+      "and j.attempt = o.attempt and j.lease_until is not null\n      offset 0) found);\n  return query\n" +
+      "    update siding.jobs j set status = 'done', result = nullif(results -> j.id::text, 'null'), error = null,\n" +
+      "      progress = 1, alone = false, lease_until = null, finished_at = now()\n" +
+      "    where j.ctid = any(tids) and",
     ],
     test: "outcomes_test.ts",
     filter: "lost its job ends nothing",
@@ -818,8 +826,9 @@ const mutants: Mutant[] = [
     what: "a finish that does not ask which attempt it was",
     file: SQL,
     cut: [
-      "where j.id = o.id and j.attempt = o.attempt and j.worker_id = worker\n      -- Which",
-      "where j.id = o.id and j.worker_id = worker\n      -- Which",
+      "where j.id = o.id and j.attempt = o.attempt and j.worker_id = worker and j.lease_until is not null\n" +
+      "      offset 0",
+      "where j.id = o.id and j.worker_id = worker and j.lease_until is not null\n      offset 0",
     ],
     test: "outcomes_test.ts",
     filter: "lost its job ends nothing",
