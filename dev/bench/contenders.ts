@@ -21,8 +21,8 @@ export interface Rival {
   child: string[];
   /** Arguments of `deno run` for a worker that is no child: worker.ts. */
   worker?: Record<How, string[]>;
-  /** The part of the jobs that it gets with --quick: a slow one has the same rate with fewer. */
-  quickShare?: number;
+  /** The part of the jobs that it gets: a slow one has the same rate with fewer. */
+  share?: number;
   /** When the first job was claimed, null before; and how many have not ended. */
   claimed: string;
   left: string;
@@ -89,7 +89,7 @@ export const peers: Rival[] = [
       default: "its own, workerConcurrency 10",
     },
     child: peer("dbos"),
-    quickShare: 0.1,
+    share: 0.1,
     claimed: `select to_timestamp(min(started_at_epoch_ms) / 1000.0) from dbos.workflow_status
       where name = 'noop' and status <> 'ENQUEUED'`,
     left: `select count(*) from dbos.workflow_status

@@ -115,7 +115,7 @@ export async function drainOn(
   const turns: Record<string, () => Promise<Rates>> = {};
   for (const rival of all) {
     signal.throwIfAborted();
-    const jobs = Math.ceil(most * (settings.quick ? rival.quickShare ?? 1 : 1));
+    const jobs = Math.ceil(most * (rival.share ?? 1));
     const total = jobs + Math.min(settings.warmUp, settings.quick ? Math.ceil(jobs / 2) : jobs);
     say(`${total} jobs for ${rival.name}`);
     const source = filled.use(await template(server, rival, how, total));
@@ -220,7 +220,8 @@ export function textOf({ machine, jobs, how, left_out, items }: Report): string 
   ]);
   return [
     machineText(machine),
-    `${jobs} no-op jobs, the ${how} settings of each; medians of ${items[0].rounds.length}`,
+    `${jobs} no-op jobs, the ${how} settings of each; medians of ${items[0].rounds.length}` +
+    (items.some((it) => it.contender === "DBOS") ? "; DBOS has a tenth of the jobs" : ""),
     "",
     ...aligned([["", "processes", "jobs/s", "from cold", "Siding is", "settings"], ...rows], [
       0,
