@@ -248,24 +248,6 @@ create function siding.promote(most integer) returns bigint language sql as $$
   select count(*) from promoted;
 $$;
 
--- The unfinished jobs, by queue and kind. Each state is read from its own partial index.
-create view siding.counts as
-  select j.queue, j.kind, q.paused, q.max_running,
-    (count(*) filter (where j.status = 'scheduled'))::integer as scheduled,
-    (count(*) filter (where j.status = 'queued'))::integer as queued,
-    (count(*) filter (where j.status = 'running'))::integer as running,
-    (count(*) filter (where j.status = 'review'))::integer as review,
-    extract(epoch from now() - min(j.due_at) filter (where j.status = 'queued'))::float8
-      as oldest_wait_s
-  from (
-    select queue, kind, status, due_at from siding.jobs where status = 'scheduled'
-    union all select queue, kind, status, due_at from siding.jobs where status = 'queued'
-    union all select queue, kind, status, due_at from siding.jobs where status = 'running'
-    union all select queue, kind, status, due_at from siding.jobs where status = 'review'
-  ) j
-  join siding.queues q on q.name = j.queue
-  group by j.queue, j.kind, q.paused, q.max_running;
-
 -- The jobs that outcomes bring next, for the owner of the job before unless they name another.
 create function siding.next_of(outcomes jsonb, jobs bigint[]) returns jsonb language sql as $$
   select jsonb_agg(jsonb_build_object('owner', j.owner) || n.job)

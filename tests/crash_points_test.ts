@@ -48,7 +48,9 @@ async function crashAt(k: number, scene: (scene: Scene) => Promise<Play>): Promi
   await using play = await scene({ sql, url: database.url, tap, folder });
   try {
     // Quiet: fewer messages that say the same again.
+    // Each look is a message to be killed at: as few as its longest poll makes.
     const quiet = ["--heartbeat-ms", "300", "--lease-s", "60", "--recover-ms", "600000"];
+    quiet.push("--poll-min-ms", "60000");
     const env = { ...play.env, TMPDIR: folder };
     worker = startWorker(proxy.url, [...quiet, ...play.flags], [], env);
     const { id } = await play.begin();

@@ -9,6 +9,7 @@ import * as queue from "../queue.ts";
 import { examine, type Report, textOf } from "../tools/doctor.ts";
 import { picksUnskipped } from "../tools/doctor/queues.ts";
 import { databaseTest, emptyDatabase, testDatabase, waitFor } from "./database.ts";
+import { missingNote, pgbouncerVersion, startPgBouncer } from "./pgbouncer.ts";
 import { runScript, startWorker } from "./processes.ts";
 
 // One with what must be set before a server starts. As the file is loaded: see database.ts.
@@ -461,67 +462,17 @@ databaseTest("connections near a limit are told", async (sql, url) => {
   assertEquals(only(await glance(url), "connections"), []);
 });
 
-const PGBOUNCER = ["/usr/sbin/pgbouncer", "/usr/bin/pgbouncer"].find((path) => {
-  try {
-    return Deno.statSync(path).isFile;
-  } catch {
-    return false;
-  }
-});
-
-/** A PgBouncer before the server of `url`, in transaction mode; as nobody, since it refuses root. */
-async function startPooler(url: string) {
-  const { hostname, port, username, password } = new URL(url);
-  const listener = Deno.listen({ hostname: "127.0.0.1", port: 0 });
-  const pooled = Object.assign(new URL(url), { port: (listener.addr as Deno.NetAddr).port });
-  listener.close();
-  const folder = await Deno.makeTempDir();
-  await Deno.writeTextFile(
-    `${folder}/pgbouncer.ini`,
-    `[databases]
-* = host=${hostname} port=${port} user=${username} password=${password}
-[pgbouncer]
-listen_addr = 127.0.0.1
-listen_port = ${pooled.port}
-unix_socket_dir =
-auth_type = any
-pool_mode = transaction
-default_pool_size = 5
-`,
-  );
-  await Deno.chmod(folder, 0o755);
-  const user = Deno.uid() === 0 ? { uid: 65534, gid: 65534 } : {};
-  const child = new Deno.Command(PGBOUNCER!, {
-    args: [`${folder}/pgbouncer.ini`],
-    ...{ stdin: "null", stdout: "null", stderr: "piped", ...user },
-  }).spawn();
-  let log = "";
-  const reading = (async () => {
-    for await (const text of child.stderr.pipeThrough(new TextDecoderStream())) log += text;
-  })();
-  await waitFor(() => log.includes("process up"), "PgBouncer to start");
-  return {
-    url: pooled.href,
-    async [Symbol.asyncDispose]() {
-      child.kill("SIGKILL");
-      await child.status;
-      await reading;
-      await Deno.remove(folder, { recursive: true });
-    },
-  };
-}
-
 Deno.test({
   name: "a pooler that breaks prepared statements is told, one that carries them passes" +
-    (PGBOUNCER ? "" : " (skipped: pgbouncer is not installed)"),
-  ignore: !PGBOUNCER,
+    missingNote,
+  ignore: !pgbouncerVersion,
   async fn() {
     await using database = await testDatabase();
-    await using pooler = await startPooler(database.url);
-    const { stdout } = await new Deno.Command(PGBOUNCER!, { args: ["--version"] }).output();
-    const [, major, minor] = /PgBouncer (\d+)\.(\d+)/.exec(new TextDecoder().decode(stdout))!;
-    const carries = Number(major) > 1 || Number(minor) >= 21;
-    const report = await glance(pooler.url);
+    await using pooler = await startPgBouncer(database.url);
+    const [major, minor] = pgbouncerVersion!.split(".").map(Number);
+    const carries = major > 1 || minor >= 21;
+    const prepared = pooler.url.replace("?prepare=false", "");
+    const report = await glance(prepared);
     assertEquals(only(report, "pooler_breaks_prepared").length, carries ? 0 : 1);
     assertEquals(
       report.figures.pooler,
@@ -529,7 +480,8 @@ Deno.test({
     );
     assertEquals(report.unread, [], "all the rest is read through it");
     // What is set right is no finding.
-    assertEquals((await glance(pooler.url, { prepare: false })).items, []);
+    assertEquals((await glance(prepared, { prepare: false })).items, []);
+    assertEquals((await glance(pooler.url)).items, []);
     assertEquals((await glance(database.url)).figures.pooler, "none seen");
   },
 });

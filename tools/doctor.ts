@@ -18,7 +18,7 @@
  * Exit codes: 0 it is well; 1 a finding, or failure; 2 usage; 3 the database could not be reached.
  */
 import * as config from "../config.ts";
-import { Database, schema } from "../db.ts";
+import { Database, parameterOf, schema } from "../db.ts";
 import { aligned } from "../dev/simulation/report.ts";
 import {
   type Bottleneck,
@@ -114,7 +114,8 @@ export async function examine(
     }
     const fit = await migrations(reader);
     const watched = await watch(reader, options.watchS, signal);
-    const [taken, way] = [await places(reader), options.prepare ? await probed(reader, url) : null];
+    const prepare = options.prepare && parameterOf(url, "prepare") !== "false";
+    const [taken, way] = [await places(reader), prepare ? await probed(reader, url) : null];
     const items = [
       ...fit,
       ...[lockWaits, retries, deadlocks].flatMap((judge) => judge(watched)),
