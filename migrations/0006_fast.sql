@@ -172,6 +172,7 @@ create function siding.settle(worker uuid, outcomes jsonb, max_releases integer 
 returns setof bigint language plpgsql
 set lock_timeout = '500ms' as $$
 declare
+  mine jsonb;
   settled bigint[];
   finished bigint[];
   next_jobs jsonb;
@@ -182,8 +183,10 @@ begin
     perform siding.lock_owners(siding.next_of(outcomes,
       array(select o.id from jsonb_to_recordset(outcomes) as o(id bigint))));
   end if;
-  with mine as materialized (
-    select j.id, j.tid, o.outcome, o.result, o.error, o.delay_s, coalesce(o.unsent, false) as unsent, case
+  -- Locked by a statement of its own: a heartbeat may just have made a new version of a row, and the next one
+  -- sees that.
+  mine := (select coalesce(jsonb_agg(m), '[]') from (
+    select j.id, j.tid::text, o.outcome, o.result, o.error, o.delay_s, coalesce(o.unsent, false) as unsent, case
         when o.outcome = 'done' then o.outcome
         when j.sent_at is not null and j.request_id is null and not coalesce(o.unsent, false) then 'review'
         -- Its id has come meanwhile, from which it goes on, whatever this attempt knows.
@@ -203,9 +206,8 @@ begin
     cross join lateral (
       select j.*, j.ctid as tid from siding.jobs j
       where j.id = o.id and j.attempt = o.attempt and j.worker_id = worker and j.lease_until is not null
-      for update) j
-  ),
-  ended as (
+      for update) j) m);
+  with ended as (
     update siding.jobs j set
       status = m.status,
       result = m.result,
@@ -227,7 +229,9 @@ begin
       claim_token = case when m.status in ('done', 'failed', 'cancelled') then j.claim_token end,
       finished_at = case when m.status in ('done', 'failed', 'cancelled') then now() end
     -- Where they lie, and not by an index of ids, see siding.finish.
-    from mine m where j.ctid = any(array(select mine.tid from mine)) and j.id + 0 = m.id
+    from jsonb_to_recordset(mine) as m(id bigint, outcome text, result jsonb, error text,
+      delay_s double precision, unsent boolean, status text)
+    where j.ctid = any(array(select (m ->> 'tid')::tid from jsonb_array_elements(mine) m)) and j.id + 0 = m.id
     returning j.id, j.status
   )
   select array_agg(id), array_agg(id) filter (where status = 'done') into settled, finished from ended;

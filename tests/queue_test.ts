@@ -661,6 +661,34 @@ test("an open transaction on one job stops no heartbeat and no claim of the othe
   }
 });
 
+test("an outcome that meets a heartbeat of its job stands, whichever way it is written", async (sql) => {
+  const worker = await aWorker(sql);
+  await queue.enqueue(sql, Array.from({ length: 2 }, () => ({ kind: "a" })));
+  const jobs = await claimNext(sql, worker, 2);
+  const waits = async () =>
+    (await sql`select count(*)::int as n from pg_stat_activity
+      where datname = current_database() and wait_event_type = 'Lock'`)[0].n === 1;
+  const done = (job: queue.Job) =>
+    [{ id: job.id, attempt: job.attempt, outcome: "done", result: 1 }] as const;
+  const ways = [
+    async (job: queue.Job) =>
+      (await queue.settle(sql, worker, done(job), 5, 20_000)).includes(job.id),
+    // Its row has moved: what this did not find goes the other way.
+    async (job: queue.Job) =>
+      (await claims.finishMany(sql, worker, [{ ...job, result: 1 }], 20_000)).has(job.id) ||
+      await queue.finish(sql, worker, job, 1),
+  ];
+  for (const [i, write] of ways.entries()) {
+    const beats = [{ ...jobs[i], stage: "on its way", progress: null }];
+    const close = await openTransaction(sql, (tx) => queue.heartbeat(tx, worker, beats, 60, 45));
+    const written = write(jobs[i]);
+    await waitFor(waits, "it to wait for the row");
+    await close("commit");
+    assert(await written, String(i));
+    assertEquals((await stateOf(sql, jobs[i].id)).status, "done");
+  }
+});
+
 test("recovery gives a silent worker's job back once, in its place, and fails it the second time", async (sql) => {
   const worker = await aWorker(sql);
   const [{ id }] = await queue.enqueue(sql, [{ kind: "a" }]);

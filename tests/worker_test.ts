@@ -532,10 +532,12 @@ test(
         async () => {
           const pages = Deno.readTextFileSync(`/proc/${worker.pid}/statm`).split(" ")[1];
           peak = Math.max(peak, Number(pages) * 4096);
-          return (await jobOf(sql, entry)).status === "done";
+          const { status, error } = await jobOf(sql, entry);
+          assert(["queued", "running", "done"].includes(status), `${status}: ${error}`);
+          return status === "done";
         },
         "the copy",
-        { timeoutMs: 120_000 },
+        { timeoutMs: 60_000 },
       );
       assertEquals((await outputsOf(via(sql), entry.id))[0].bytes, megabytes << 20);
       return peak / (1 << 20);
