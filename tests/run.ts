@@ -9,8 +9,8 @@
  * none ran, or when `deno test` failed for any other reason (counted as one failed); else 0.
  *
  * The tests run real processes, two files at once, and some have a time limit that a machine busy with
- * others can miss. So up to {@linkcode MOST_AGAIN} files with failures run again, each by itself and
- * on nothing of before. What passes then counts as passed, and is named above the last line with what it
+ * others can miss. So in up to {@linkcode MOST_AGAIN} files what failed runs again, by itself and on
+ * nothing of before. What passes then counts as passed, and is named above the last line with what it
  * failed of: it is unsteady, and to be looked at. What fails again has failed.
  */
 import { tmpdir } from "node:os";
@@ -110,11 +110,14 @@ async function runTwice(
   const failed = files.filter((file) => counts.failures.some((failure) => failure.file === file));
   if (failed.length > MOST_AGAIN) return counts;
   for (const file of failed) {
-    console.log(`\n${file} failed: it runs again, by itself`);
-    const again = await runOn(url, [file], flags, pooled);
+    console.log(`\nWhat failed in ${file} runs again, by itself`);
+    const failures = counts.failures.filter((failure) => failure.file === file);
+    const names = failures.map(({ name }) => name.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+    const filter = `--filter=/^(${names.join("|")})$/`;
+    const again = await runOn(url, [file], [...flags, filter], pooled);
     if (again.failed > 0 || again.passed === 0) continue;
-    for (const failure of counts.failures.filter((failure) => failure.file === file)) {
-      failure.name += " (UNSTEADY: it passed when its file ran again by itself)";
+    for (const failure of failures) {
+      failure.name += " (UNSTEADY: it passed when it ran again by itself)";
       counts.failed--;
       counts.passed++;
     }
