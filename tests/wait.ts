@@ -7,7 +7,7 @@
 export async function waitFor<T>(
   condition: () => T | Promise<T>,
   what: string,
-  { timeoutMs = 20_000 }: { timeoutMs?: number } = {},
+  { timeoutMs = 40_000 }: { timeoutMs?: number } = {},
 ): Promise<Exclude<T, undefined | null | false | 0 | "">> {
   const deadline = performance.now() + timeoutMs;
   for (;;) {
