@@ -28,13 +28,15 @@ const JOBS = 2;
 /** Tests of what another server, or a pooler before it, could do differently: these run once more. */
 const SERVER_DEPENDENT = [
   "claim_test.ts",
-  "controller_test.ts",
   "credits_test.ts",
   "files_test.ts",
   "migrate_test.ts",
   "queue_test.ts",
-  "worker_test.ts",
 ];
+
+/** SIDING_TEST_POOLED=1: the second run goes through PgBouncer, with the tests of worker and controller. */
+const POOLED = Deno.env.get("SIDING_TEST_POOLED") === "1" && pgbouncerVersion !== null;
+if (POOLED) SERVER_DEPENDENT.push("controller_test.ts", "worker_test.ts");
 
 /** Files with failures that are tried again; with more of them it is not the machine. */
 const MOST_AGAIN = 3;
@@ -42,7 +44,7 @@ const MOST_AGAIN = 3;
 /** The second run's servers. */
 function others(): PostgresOptions[] {
   const installed = installedPostgres().map(({ binDir }) => ({ binDir }));
-  return installed.length === 0 && pgbouncerVersion ? [{}] : installed;
+  return installed.length === 0 && POOLED ? [{}] : installed;
 }
 
 /** Each test has a database, and so a pool of its own; idle connections go back to the server soon. */
@@ -83,7 +85,7 @@ async function main(args: string[]): Promise<number> {
     const dependent = files.filter((file) => SERVER_DEPENDENT.includes(basename(file)));
     for (const options of dependent.length ? others() : []) {
       await using server = await startPostgres(options);
-      await using pooler = pgbouncerVersion ? await startPgBouncer(server.url, POOLER) : null;
+      await using pooler = POOLED ? await startPgBouncer(server.url, POOLER) : null;
       counts.push(await runTwice(server.url, dependent, flags, pooler?.url));
     }
   }
