@@ -126,8 +126,10 @@ begin
     begin
       -- Counted for each owner by itself: as a join it was planned as all that is in the queue.
       select o.owner, n.unfinished into over_limit
-        from (select distinct owner from siding.jobs where id = any(fresh)
-                and queue = target.name and owner is not null) o
+        from (select distinct f.owner from
+                -- By their ids: `offset 0` and no word of the owner rule out the index of the owners.
+                (select j.owner from siding.jobs j where j.id = any(fresh) and j.queue = target.name offset 0) f
+              where f.owner is not null) o
         cross join lateral (select count(*) as unfinished from siding.jobs j
           where j.queue = target.name and j.owner = o.owner
             and j.status in ('scheduled', 'queued', 'running', 'review')) n

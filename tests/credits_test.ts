@@ -571,7 +571,8 @@ test(
   "batches that name the same owners in opposite orders do not deadlock, whatever else goes on",
   async (sql, url) => {
     const owners = Array.from({ length: 50 }, (_, i) => `owner-${i}`);
-    for (const owner of owners) await deposit(sql, owner, 100);
+    // Enough for all, so that none is refused however late the settles are.
+    for (const owner of owners) await deposit(sql, owner, 240);
     const worker = await aWorker(sql);
     await withPools(url, 4, async ([one, two, settler, folder]) => {
       let over = false;
@@ -586,16 +587,12 @@ test(
         if (jobs.length > 0) await queue.settle(settler, worker, outcomes);
       });
       const folding = until(() => fold(folder, 30));
-      let refused = 0;
       try {
         for (let round = 0; round < 60; round++) {
           const batch = (pool: Pool, list: string[]) =>
             pool.begin((tx) =>
               queue.enqueue(tx, list.map((owner) => ({ kind: "a", owner, price: 2 })))
-            ).catch((error) => {
-              if (codeOf(error) !== "SD402") throw error;
-              refused++;
-            });
+            );
           await Promise.all([batch(one, owners), batch(two, owners.toReversed())]);
           if (round % 20 === 0) assertEquals(await audit(sql), []);
         }
@@ -603,7 +600,6 @@ test(
         over = true;
         await Promise.all([settling, folding]);
       }
-      assert(refused < 60, "most could be paid");
     });
     assertEquals(await audit(sql), []);
   },

@@ -31,6 +31,7 @@ const SERVER_DEPENDENT = [
   "credits_test.ts",
   "files_test.ts",
   "migrate_test.ts",
+  "plans_test.ts",
   "queue_test.ts",
 ];
 
