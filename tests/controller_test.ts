@@ -349,6 +349,7 @@ databaseTest(
     await reporting(sql);
     const jobs = await holdJobs(sql, 3);
     await reporting(sql, 3);
+    await waitFor(() => jobs.all("running"), "all to run"); // those that report may not have claimed yet
     railway.deploy();
     assertEquals(total(railway), 1);
     await waitFor(() => total(railway) >= 3, "it to be set again");

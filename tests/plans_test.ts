@@ -203,7 +203,7 @@ const states: Record<string, (sql: Pool, worker: string) => Promise<void>> = {
 for (const [state, make] of Object.entries(states)) {
   Deno.test(`every statement reads its own few jobs, on ${state}`, async () => {
     await using database = await testDatabase();
-    const { sql, plans } = watched(database.url);
+    const { sql, plans } = watched(database.direct);
     try {
       const worker = await prepare(sql);
       await make(sql, worker);

@@ -28,24 +28,22 @@ const JOBS = 2;
 /** Tests of what another server, or a pooler before it, could do differently: these run once more. */
 const SERVER_DEPENDENT = [
   "claim_test.ts",
+  "controller_test.ts",
   "credits_test.ts",
   "files_test.ts",
   "migrate_test.ts",
   "plans_test.ts",
   "queue_test.ts",
+  "worker_test.ts",
 ];
-
-/** SIDING_TEST_POOLED=1: the second run goes through PgBouncer, with the tests of worker and controller. */
-const POOLED = Deno.env.get("SIDING_TEST_POOLED") === "1" && pgbouncerVersion !== null;
-if (POOLED) SERVER_DEPENDENT.push("controller_test.ts", "worker_test.ts");
 
 /** Files with failures that are tried again; with more of them it is not the machine. */
 const MOST_AGAIN = 3;
 
-/** The second run's servers. */
+/** The second run's servers: those installed; the embedded one where there is but a pooler to it. */
 function others(): PostgresOptions[] {
   const installed = installedPostgres().map(({ binDir }) => ({ binDir }));
-  return installed.length === 0 && POOLED ? [{}] : installed;
+  return installed.length === 0 && pgbouncerVersion !== null ? [{}] : installed;
 }
 
 /** Each test has a database, and so a pool of its own; idle connections go back to the server soon. */
@@ -86,7 +84,9 @@ async function main(args: string[]): Promise<number> {
     const dependent = files.filter((file) => SERVER_DEPENDENT.includes(basename(file)));
     for (const options of dependent.length ? others() : []) {
       await using server = await startPostgres(options);
-      await using pooler = POOLED ? await startPgBouncer(server.url, POOLER) : null;
+      await using pooler = pgbouncerVersion !== null
+        ? await startPgBouncer(server.url, POOLER)
+        : null;
       counts.push(await runTwice(server.url, dependent, flags, pooler?.url));
     }
   }
