@@ -16,7 +16,7 @@ const config = (url: string, poolSize: number) => ({
   ...{ systemDatabasePoolSize: poolSize, logger: silent },
 });
 
-/** The smallest poll that gained something; more at a time, or more connections, did not. */
+/** A short poll and many at a time; unlike with the other contenders, not tuned further. */
 const queueOf = (how: How) =>
   how === "best"
     ? { workerConcurrency: 1000, minPollingIntervalMs: 10 }
