@@ -174,7 +174,10 @@ async function courseOfWorker(
   }
 }
 
-/** The rates of three of the first seconds, the very first aside, and of the last three full ones. */
+/**
+ * The rates of three of the first seconds, the very first aside, and of the last tenth of the time, three
+ * seconds at least: late, one statement may take longer than a second.
+ */
 function summaryOf(name: string, samples: [number, number][]): Course {
   const rate = (from: number, to: number) => {
     const [[fromMs, had], [toMs, has]] = [samples[Math.max(0, from)], samples[Math.max(0, to)]];
@@ -182,7 +185,10 @@ function summaryOf(name: string, samples: [number, number][]): Course {
   };
   const last = samples.length - 2; // the last second had less to do
   const many = Math.min(3, Math.floor(last / 2));
-  const [first_s, last_s] = [rate(0, many), rate(last - many, last)];
+  const [first_s, last_s] = [
+    rate(0, many),
+    rate(last - Math.max(many, Math.floor(last / 10)), last),
+  ];
   const jobs_s = samples.slice(1).map((_, i) => rate(i, i + 1));
   return { name, jobs_s, first_s, last_s, last_to_first: ratio(last_s, first_s) };
 }
