@@ -8,7 +8,8 @@
  * Reads and writes: the queue's tables (DATABASE_URL), work folders in the temporary folder.
  *
  * Its loops: those of intake.ts claim jobs, which start() runs; those of lease.ts renew the leases of the jobs it
- * holds, hear of cancellations, and stop what cannot be renewed; tidy() recovers and sweeps.
+ * holds, hear of cancellations, and stop what cannot be renewed; tidy() recovers and sweeps; tick() enqueues
+ * what is due by the schedules.
  *
  * Signals: the first SIGTERM or SIGINT stops claiming; running jobs have --drain-s to end, then
  * they are stopped and given back to the queue. A second one ends the process and its jobs at once.
@@ -30,6 +31,7 @@ import { Intake } from "./intake.ts";
 import { type clocks, Leases } from "./lease.ts";
 import * as processes from "./processes.ts";
 import type * as queue from "./queue.ts";
+import { keepSchedules } from "./schedules.ts";
 import { foldCredits, promoteDue, takeBack, tidyUp } from "./upkeep.ts";
 
 const log = config.logger("worker");
@@ -92,6 +94,7 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
     config.repeat("heartbeat", () => leases.beat(), over.signal, () => leases.urgent),
     config.repeat("watch", () => (watchdog.postMessage({}), leases.watch()), over.signal),
     config.repeat("recovery", () => tidy(worker, passes++), over.signal),
+    config.repeat("schedules", () => tick(worker), over.signal),
   ];
   if (worker.settings.controller) loops.push(controllerBeside(over.signal));
   const dead = leases.dead.signal;
@@ -217,6 +220,17 @@ async function tidy(worker: Worker, pass: number): Promise<number> {
   }
   await foldCredits(db);
   return settings.recoverMs;
+}
+
+/** The leader enqueues what is due by the schedules. */
+async function tick({ settings, db, kinds, leases }: Worker): Promise<number> {
+  const stepped = leases.leader ? await keepSchedules(db, kinds, leases.silentS) : [];
+  for (const { name, outcome, job_id, error } of stepped) {
+    if (outcome === "enqueued") log.info("schedule {name}: job {job_id}", { name, job_id });
+    if (outcome === "skipped") log.info("schedule {name}: missed, and skipped", { name });
+    if (outcome === "failed") log.warn("schedule {name}: {error}", { name, error });
+  }
+  return settings.pollMaxMs;
 }
 
 /** Lets running jobs end, stops those that did not in time, and sees their outcomes written. */
