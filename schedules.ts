@@ -73,50 +73,56 @@ export interface Schedule extends Required<Omit<ScheduleSettings, "owner" | "uni
 }
 
 /**
- * The first tick after an instant. A time of the day that a change of the clocks leaves out is the
- * moment after the gap, and one that comes twice is the first of the two; what comes at intervals
- * (`*`, or a step) goes on in both hours, and has no tick in a gap.
+ * The ticks after an instant. A time of the day that a change of the clocks leaves out is the moment
+ * after the gap, and one that comes twice is the first of the two; what comes at intervals (`*`, or a
+ * step) goes on in both hours, and has no tick in a gap.
  *
  * @param afterMs milliseconds since 1970
  * @throws Refused when the expression or the time zone is none, or there is no such tick
  */
-export function nextTick(cron: string, timeZone: string, afterMs: number): Date {
-  const malformed = (why: string) => new Refused(why, "SD422");
-  if (!/^(@[a-z]+|\S+( +\S+){4})$/i.test(cron.trim())) {
-    throw malformed(
-      `cron is "${cron}": it must have five fields, minute, hour, day, month and day of the week`,
-    );
+export function ticksAfter(cron: string, timeZone: string, afterMs: number, most: number): Date[] {
+  const expression = cron.trim();
+  const wrong = (why: string) => new Refused(`cron is "${cron}": ${why}`, "SD422");
+  if (!/^(@[a-z]+|\S+( +\S+){4})$/i.test(expression)) {
+    throw wrong("it must have five fields, minute, hour, day, month and day of the week");
   }
+  // Without a function it starts no timer. Several hours, too, are times of the day, and no interval.
+  const options = { timezone: timeZone, mode: "5-part", fixedTimeRule: "no-wildcard" } as const;
+  let ticks: Date[];
   try {
-    new Intl.DateTimeFormat("en", { timeZone });
-  } catch {
-    throw malformed(`time_zone is "${timeZone}": it must be one such as Europe/Berlin or UTC`);
-  }
-  let tick: Date | null;
-  try {
-    // Without a function it starts no timer. A list of hours, too, is of times of the day.
-    tick = new Cron(cron.trim(), {
-      ...{ timezone: timeZone, mode: "5-part", fixedTimeRule: "no-wildcard" },
-    }).nextRun(new Date(afterMs));
+    if (timeZone === "") throw new RangeError(); // Cron would take this machine's
+    ticks = new Cron(expression, options).nextRuns(most, new Date(afterMs));
   } catch (error) {
-    throw malformed(`cron is "${cron}": ${(error as Error).message.replace(/^Cron\w*: /, "")}`);
+    if (!isTimeZone(timeZone)) {
+      const rule = "it must be one such as Europe/Berlin or UTC";
+      throw new Refused(`time_zone is "${timeZone}": ${rule}`, "SD422");
+    }
+    throw wrong((error as Error).message.replace(/^Cron\w*: /, ""));
   }
-  if (tick === null) throw malformed(`cron is "${cron}": there is no such time`);
-  return tick;
+  if (ticks.length === 0) throw wrong("there is no such time");
+  return ticks;
 }
 
-/** The next ticks of a schedule, as of when it was read; none where they cannot be told. */
-export function nextTicks(it: Schedule, most: number): Date[] {
-  if (!it.enabled) return [];
-  const ticks = it.next_at ? [it.next_at] : [];
+/** Said last of what is wrong: to make a format takes as long as to find a tick. */
+function isTimeZone(timeZone: string): boolean {
   try {
-    while (ticks.length < most) {
-      ticks.push(nextTick(it.cron, it.time_zone, (ticks.at(-1) ?? it.now).getTime()));
-    }
+    new Intl.DateTimeFormat("en", { timeZone });
+    return true;
   } catch {
-    // Its error is shown.
+    return false;
   }
-  return ticks;
+}
+
+/** The next ticks of a schedule, as of when it was read; none where it is paused, or they cannot be told. */
+export function nextTicks(it: Schedule, most: number): Date[] {
+  const { cron, time_zone, enabled, next_at, now } = it;
+  if (!enabled) return [];
+  try {
+    if (next_at === null) return ticksAfter(cron, time_zone, now.getTime(), most);
+    return [next_at, ...ticksAfter(cron, time_zone, next_at.getTime(), most - 1)];
+  } catch {
+    return []; // its error is shown
+  }
 }
 
 /**
@@ -129,7 +135,7 @@ export function nextTicks(it: Schedule, most: number): Date[] {
  * @throws Refused when a value is malformed
  */
 export async function setSchedule(sql: Sql, name: string, it: ScheduleSettings): Promise<void> {
-  nextTick(it.cron, it.time_zone ?? "UTC", 0);
+  ticksAfter(it.cron, it.time_zone ?? "UTC", 0, 1);
   const payload = it.payload === undefined ? {} : it.payload;
   const mistake = unstorable(payload, "payload");
   if (mistake) throw new Refused(mistake, "SD422");
@@ -283,7 +289,7 @@ export const dueSchedules = (db: Via, kinds: Kinds, silentS: number): Promise<Du
 export function stepOf(it: Due, kinds: Kinds): Step {
   const { cron, time_zone, next_ms, now_ms } = it;
   const go = (step: Step["step"], afterMs: number): Step => {
-    return { step, next: nextTick(cron, time_zone, afterMs), reason: null };
+    return { step, next: ticksAfter(cron, time_zone, afterMs, 1)[0], reason: null };
   };
   try {
     if (next_ms === null) return go("plan", it.planned_from_ms);

@@ -6,7 +6,7 @@ create table siding.schedules (
   -- Five fields, read on the clocks of the time zone. Only schedules.ts can tell what they mean: a row that
   -- was written by hand may say anything, and has its error shown.
   cron text not null constraint cron_length check (length(cron) <= 200),
-  time_zone text not null default 'UTC' constraint time_zone_length check (length(time_zone) <= 100),
+  time_zone text not null default 'UTC' constraint time_zone_length check (length(time_zone) between 1 and 100),
   enabled boolean not null default true,
   -- Of ticks that nobody was there for: one job for all of them, or none.
   missed text not null default 'run_once' constraint missed_known check (missed in ('run_once', 'skip')),
