@@ -30,7 +30,7 @@ const AGAIN_S = 30;
 const BATCH = 100;
 const MAX_BATCHES = 20;
 /** Schedules that are told of, the first by name. */
-export const MAX_SCHEDULES = 500;
+export const MAX_SCHEDULES = 200;
 
 /** What a schedule is. Only the expression and the kind are needed. */
 export interface ScheduleSettings {
@@ -125,6 +125,13 @@ export function nextTicks(it: Schedule, most: number): Date[] {
   }
 }
 
+/** Instants as the clocks of a time zone show them: `2026-03-29 03:00`. */
+export function onClocksOf(timeZone: string, instants: readonly Date[]): string[] {
+  const options = { dateStyle: "short", timeStyle: "short", timeZone } as const;
+  const format = instants.length > 0 ? new Intl.DateTimeFormat("sv", options) : null;
+  return instants.map((at) => format!.format(at));
+}
+
 /**
  * Makes a schedule, or makes the one of this name what is given; what is not given is as by default.
  * A paused one stays paused. Where cron and time zone are as before, no tick is lost: to be called
@@ -180,8 +187,8 @@ function foundOne(name: string, rows: readonly unknown[]): void {
   if (rows.length === 0) throw new Refused(`there is no schedule "${name}"`, "SD404");
 }
 
-/** The first 500 schedules by name. */
-export const listSchedules = (sql: Sql): Promise<Schedule[]> =>
+/** The first 200 schedules by name; or the one of this name, if there is one. */
+export const listSchedules = (sql: Sql, name: string | null = null): Promise<Schedule[]> =>
   list(sql<Schedule[]>`
     select s.name, s.cron, s.time_zone, s.missed, s.kind, s.payload, s.queue, s.owner, s.priority,
       s.unique_key, s.enabled, s.next_at, s.error, s.error_at, now() as now,
@@ -191,23 +198,24 @@ export const listSchedules = (sql: Sql): Promise<Schedule[]> =>
       select * from ${sql(schema)}.schedule_ticks t where t.schedule = s.name
       order by t.tick_at desc limit 1) t on true
     left join ${sql(schema)}.jobs j on j.id = t.job_id
+    where ${name}::text is null or s.name = ${name}
     order by s.name limit ${MAX_SCHEDULES}`);
 
 /** A schedule that is not kept. */
 export interface Failing {
   name: string;
   error: string | null;
-  /** How long its next tick has been due. */
-  late_s: number | null;
+  /** How long its next tick has been due, or nobody has worked that out. */
+  late_s: number;
 }
 
 /** The schedules that cannot be kept, or are not kept by anybody: the first 20 by name. */
 export const failingSchedules = (sql: Sql): Promise<Failing[]> =>
   list(sql<Failing[]>`
-    select name, error, extract(epoch from now() - next_at)::float8 as late_s
+    select name, error, extract(epoch from now() - coalesce(next_at, planned_from))::float8 as late_s
     from ${sql(schema)}.schedules s
-    where enabled and (error is not null or next_at < now() - ${MISSED_S} * interval '1 second'
-      or (next_at is null and planned_from < now() - ${MISSED_S} * interval '1 second'))
+    where enabled and (error is not null
+      or coalesce(next_at, planned_from) < now() - ${MISSED_S} * interval '1 second')
     order by s.name limit 20`);
 
 /** A schedule with something to do. Milliseconds since 1970, by the database's clock. */

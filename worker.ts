@@ -21,7 +21,7 @@
 import { hostname } from "node:os";
 import { controllerBeside, startWatchdog } from "./beside.ts";
 import * as config from "./config.ts";
-import { checkSchema, Database, describe, patient, pause } from "./db.ts";
+import { checkSchema, codeOf, Database, describe, patient, pause } from "./db.ts";
 import { type Kinds, loadKinds, Stop } from "./jobs/kind.ts";
 import { sweepFolders } from "./jobs/process.ts";
 import { idsStored, lookUpReviews } from "./jobs/paid.ts";
@@ -31,7 +31,7 @@ import { Intake } from "./intake.ts";
 import { type clocks, Leases } from "./lease.ts";
 import * as processes from "./processes.ts";
 import type * as queue from "./queue.ts";
-import { keepSchedules } from "./schedules.ts";
+import { keepSchedules, type Stepped } from "./schedules.ts";
 import { foldCredits, promoteDue, takeBack, tidyUp } from "./upkeep.ts";
 
 const log = config.logger("worker");
@@ -224,7 +224,13 @@ async function tidy(worker: Worker, pass: number): Promise<number> {
 
 /** The leader enqueues what is due by the schedules. */
 async function tick({ settings, db, kinds, leases }: Worker): Promise<number> {
-  const stepped = leases.leader ? await keepSchedules(db, kinds, leases.silentS) : [];
+  let stepped: Stepped[] = [];
+  try {
+    if (leases.leader) stepped = await keepSchedules(db, kinds, leases.silentS);
+  } catch (error) {
+    if (codeOf(error) !== "42P01") throw error;
+    return settings.recoverMs; // a database that is behind has no such table: the start said so
+  }
   for (const { name, outcome, job_id, error } of stepped) {
     if (outcome === "enqueued") log.info("schedule {name}: job {job_id}", { name, job_id });
     if (outcome === "skipped") log.info("schedule {name}: missed, and skipped", { name });

@@ -51,6 +51,18 @@ async function furnish(sql: Pool): Promise<Record<string, string>> {
         'platform', jsonb_build_object('running', 1 + n / 30, 'configured', 1 + n / 30)),
       1 + n / 30, case when n % 30 = 0 then 'up' else 'most' end, format('%s jobs wait', abs(n % 40 - 20)),
       case when n > 110 then '{silent}'::text[] else '{}' end, 'none' from generate_series(1, 119) n`;
+  await sql`
+    insert into ${s}.schedules (name, cron, time_zone, kind, queue, owner, enabled, next_at, error, error_at)
+    select name, '30 2 * * 1-5', 'Europe/Berlin', 'echo', queue, owner, enabled,
+      date_trunc('hour', now()) + interval '9 hours', error, case when error is not null then now() end
+    from (values ('nightly-report', 'nightly', 'acme', true, null), ('paused', 'default', null, false, null),
+        ('refused', 'default', null, true, 'queue "default" is full: its max_waiting is 100'))
+      it (name, queue, owner, enabled, error)`;
+  await sql`
+    insert into ${s}.schedule_ticks (schedule, tick_at, outcome, job_id)
+    select name, now() - interval '15 hours', case when name = 'paused' then 'skipped' else 'enqueued' end,
+      case when name = 'nightly-report' then (select max(id) from ${s}.jobs) when name = 'refused' then 999999 end
+    from ${s}.schedules`;
   const rows = await sql<{ status: string; id: string }[]>`
     select status, min(id)::text as id from ${s}.jobs group by status`;
   return Object.fromEntries(rows.map(({ status, id }) => [status, id]));
@@ -79,6 +91,7 @@ browserTest(
       "submit-json": "/submit?kind=number",
       review: "/review",
       queues: "/queues",
+      schedules: "/schedules",
       api: "/api",
       health: "/health/service",
       "not-found": "/jobs/999999",
@@ -174,6 +187,9 @@ async function poison(sql: Pool): Promise<string[]> {
     insert into ${s}.looks (pool, number, controller, seen, wanted, code, reason, alarms, act, error)
     values (${evil}, 1, gen_random_uuid(), '{"queue": null, "platform": {"running": 1}}', 1, ${evil}, ${evil},
       array[${evil}], 'failed', ${evil})`;
+  await sql`
+    insert into ${s}.schedules (name, cron, time_zone, kind, queue, owner, payload, error, error_at)
+    values ('evil', ${evil}, ${evil}, 'echo', ${evil}, ${evil}, to_jsonb(${evil}::text), ${evil}, now())`;
   const q = encodeURIComponent(evil);
   return [
     ...[id, ...rows.map((row) => row.id)].map((it) => `/jobs/${it}`),
@@ -183,7 +199,14 @@ async function poison(sql: Pool): Promise<string[]> {
       `/jobs?status=${q}`,
       "/jobs?status=failed",
     ],
-    ...["/dashboard", `/dashboard?pool=${q}`, `/dashboard?hours=${q}`, "/review", "/queues"],
+    ...[
+      "/dashboard",
+      `/dashboard?pool=${q}`,
+      `/dashboard?hours=${q}`,
+      "/review",
+      "/queues",
+      "/schedules",
+    ],
     ...[`/submit?kind=${q}`, `/nowhere/${q}`, `/jobs/${q}`, `/review?after=${q}`],
   ];
 }

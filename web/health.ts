@@ -7,6 +7,7 @@ import { accepts } from "hono/accepts";
 import type { Context } from "hono";
 import { OpenAPIHono } from "@hono/zod-openapi";
 import { checkSchema, describe, pause, schema, SchemaMismatch, type Sql } from "../db.ts";
+import { type Failing, failingSchedules } from "../schedules.ts";
 import { noteWho, sameText, signedIn } from "./auth.ts";
 import { healthPage } from "./pages/health.ts";
 import { show } from "./pages/layout.ts";
@@ -28,7 +29,8 @@ export type Code =
   | "look_failed"
   | "railway_refused"
   | "scaling_alarm"
-  | "review_cases";
+  | "review_cases"
+  | "schedule_failing";
 
 /** Why it is unwell. The message names queues, kinds and numbers, and is not for everybody. */
 export interface Reason {
@@ -107,7 +109,8 @@ export async function judge(site: Site): Promise<Judgement> {
       if (behind > 0) {
         return only("migrations_behind", `the database lacks ${behind} migrations of this code`);
       }
-      return judgementOf(await stateOf(sql, silentS), silentS, unwellWaitS);
+      const { reasons, apart } = judgementOf(await stateOf(sql, silentS), silentS, unwellWaitS);
+      return { reasons: [...reasons, ...(await failingSchedules(sql)).map(aboutSchedule)], apart };
     }));
   } catch (error) {
     if (error instanceof SchemaMismatch) return only("migrations_behind", error.message);
@@ -148,6 +151,11 @@ function judgementOf(state: State, silentS: number, limitS: number): Judgement {
     because("review_cases", `jobs in review that wait for a person: ${n}`);
   }
   return { reasons, apart };
+}
+
+function aboutSchedule({ name, error, late_s }: Failing): Reason {
+  const late = `its tick is ${Math.floor(late_s)} s late, and no worker enqueues it`;
+  return { code: "schedule_failing", message: `schedule "${name}": ${error ?? late}` };
 }
 
 /** What the last look of a pool's controllers says. A pool without any look has no controller to miss. */

@@ -9,16 +9,17 @@ import { shortForm } from "./pages/forms.ts";
 import { job } from "./pages/job.ts";
 import { jobs } from "./pages/jobs.ts";
 import { queues } from "./pages/queues.ts";
+import { schedules } from "./pages/schedules.ts";
 import { signIn } from "./pages/sign_in.ts";
 import { submitting } from "./pages/submit.ts";
 import { Problem } from "./problem.ts";
 import type { Env, Site } from "./site.ts";
 
 /** What only the admin sees; and what everybody does who signed in. */
-const admins = ["/dashboard/*", "/review/*", "/queues/*"];
+const admins = ["/dashboard/*", "/review/*", "/queues/*", "/schedules/*"];
 const everybody = ["/", "/jobs/*", "/submit", ...admins];
 /** Where forms are short; that of /submit has files. */
-const short = ["/sign-in", "/sign-out", "/jobs/*", "/review/*", "/queues/*"];
+const short = ["/sign-in", "/sign-out", "/jobs/*", "/review/*", "/queues/*", "/schedules/*"];
 
 export function pages(site: Site): Hono<Env> {
   const app = new Hono<Env>();
@@ -27,7 +28,7 @@ export function pages(site: Site): Hono<Env> {
   for (const path of everybody) app.use(path, session(site));
   for (const path of admins) app.use(path, adminOnly);
   app.get("/", (c) => c.redirect(c.get("who").admin ? "/dashboard" : "/jobs", 303));
-  for (const part of [signIn, jobs, job, submitting, dashboard, desk, queues]) {
+  for (const part of [signIn, jobs, job, submitting, dashboard, desk, queues, schedules]) {
     app.route("/", part(site));
   }
   app.route("/", assets());

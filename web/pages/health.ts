@@ -15,6 +15,7 @@ const checks: Record<Code, string> = {
   railway_refused: "Railway does as it is told",
   scaling_alarm: "Replicas start, and report",
   review_cases: "No job waits for a person to decide",
+  schedule_failing: "The schedules are kept",
 };
 /** While one of these is so, nothing was seen of what comes after them. */
 const blind: Code[] = ["database_unreachable", "migrations_behind"];

@@ -27,6 +27,7 @@ const admins = [
   ["/submit", "Submit"],
   ["/review", "Review"],
   ["/queues", "Queues"],
+  ["/schedules", "Schedules"],
 ];
 const owners = [["/jobs", "Jobs"], ["/submit", "Submit"]];
 
