@@ -39,7 +39,7 @@ def words_of(file, read):
                 read(len(line))
                 yield from re.findall(r"\w+", line.decode().lower())
         except UnicodeDecodeError:
-            raise Unusable(f"{file['name']}: line {number} is not UTF-8")
+            raise Unusable(f"{file['name']}: line {number} is not UTF-8") from None
 
 
 def count(job):
