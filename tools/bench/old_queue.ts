@@ -1,5 +1,5 @@
 /**
- * A team's queue of before, for tests/adopt_test.ts: `deno run -A old_queue.ts PEER COMMAND URL`.
+ * A team's queue of before, for tests/moving_test.ts: `deno run -A old_queue.ts PEER COMMAND URL`.
  *
  *     fill   installs it, and brings it to a state with a job of each sort that there is to move:
  *            `to` in its payload says which. One of them is running still when this ends.
@@ -15,13 +15,17 @@ interface Mail {
 const LATER = new Date("2099-01-01T00:00:00Z");
 
 const logger = new Logger(() => () => {});
-async function runMails(url: string, send: (mail: Mail) => void | Promise<void>) {
+async function runMails(
+  url: string,
+  send: (mail: Mail) => void | Promise<void>,
+  concurrency = 10,
+) {
   const taskList = { sendMail: (mail: unknown) => send(mail as Mail) };
   await runOnce({
     connectionString: url,
     logger,
     taskList,
-    concurrency: 10,
+    concurrency,
     noHandleSignals: true,
   });
 }
@@ -30,25 +34,26 @@ const graphileWorker = {
   async fill(url: string) {
     const utils = await makeWorkerUtils({ connectionString: url, logger });
     await utils.migrate();
-    await utils.addJob("sendMail", { to: "running" });
     await utils.addJob("sendMail", { to: "failed once" });
-    const held = Promise.withResolvers<void>();
-    runMails(url, (mail) => {
-      if (mail.to === "failed once") throw new Error("no such mailbox");
-      held.resolve();
-      return new Promise(() => {}); // it runs on until this process is gone
+    await runMails(url, () => {
+      throw new Error("no such mailbox");
     });
-    await held.promise;
-    const pool = new pg.Pool({ connectionString: url, max: 1 });
-    const failed = "select from graphile_worker.jobs where attempts = 1 and locked_at is null";
-    while ((await pool.query(failed)).rowCount === 0) await new Promise((r) => setTimeout(r, 20));
-
+    await utils.addJob("sendMail", { to: "running" }, { priority: -100 });
+    await new Promise<void>((begun) => {
+      runMails(url, () => {
+        begun();
+        return new Promise(() => {}); // it runs on until this process is gone
+      }, 1);
+    });
     await utils.addJob("sendMail", { to: "plain" });
     await utils.addJob("sendMail", { to: "urgent" }, { priority: -10 });
     await utils.addJob("sendMail", { to: "later" }, { runAt: LATER });
     await utils.addJob("sendMail", { to: "keyed" }, { jobKey: "mail-7" });
+    await utils.addJob("sendMail", { to: "once" }, { maxAttempts: 1 });
     await utils.addJob("sendMail", { to: "given up" }, { jobKey: "gone", maxAttempts: 1 });
+    const pool = new pg.Pool({ connectionString: url, max: 1 });
     await pool.query("update graphile_worker._private_jobs set attempts = 1 where key = 'gone'");
+    await pool.end();
     await utils.addJob("another task", { to: "another" });
   },
   async run(url: string) {
@@ -80,6 +85,7 @@ const pgBoss = {
     await boss.send("send/mail", { to: "later" }, { startAfter: LATER });
     await boss.send("send/mail", { to: "keyed" }, { singletonKey: "mail-7" });
     await boss.send("send/mail", { to: "keyed too" }, { singletonKey: "mail-7" });
+    await boss.send("send/mail", { to: "once" }, { retryLimit: 0 });
     const id = await boss.send("send/mail", { to: "given up" });
     await boss.cancel("send/mail", id!);
     await boss.send("another-task", { to: "another" });
