@@ -20,18 +20,12 @@ const blocks = (page: string, fence: string) =>
   [...doc(page).matchAll(/^ *```([^\n]+)\n(.*?)^ *```$/gms)]
     .filter(([, info]) => info === fence).map(([, , code]) => code);
 
-interface Ran {
-  code: number;
-  out: string;
-  err: string;
-}
-
 /** Runs a program to its end, with `text` for its stdin. */
 async function run(
   [program, ...args]: string[],
   text = "",
   options: Deno.CommandOptions = {},
-): Promise<Ran> {
+) {
   const stdio = { stdin: "piped", stdout: "piped", stderr: "piped" } as const;
   const child = new Deno.Command(program, { args, ...options, ...stdio }).spawn();
   const writer = child.stdin.getWriter();
@@ -46,26 +40,17 @@ async function run(
 
 const works = (...command: string[]) => run(command).then(({ code }) => code === 0, () => false);
 const psqlThere = await works("psql", "--version");
-/** The first Python 3; and the first that has psycopg: Debian's package is for Debian's Python. */
 const python = await works("python3", "--version");
-const psycopg = await firstOf(
-  ["python3", "/usr/bin/python3"],
-  (it) => works(it, "-c", "import psycopg"),
-);
-
-async function firstOf<T>(list: T[], condition: (it: T) => Promise<boolean>) {
-  for (const it of list) if (await condition(it)) return it;
+/** A Python 3 that has psycopg: Debian's package is for Debian's Python. */
+let psycopg = "";
+for (const it of ["/usr/bin/python3", "python3"]) {
+  if (await works(it, "-c", "import psycopg")) psycopg = it;
 }
 
-/** The name and the skipping of a test that needs something. */
-const needs = (there: boolean, what: string) => ({
-  ignore: !there,
-  note: there ? "" : ` (skipped: no ${what})`,
-});
+/** A test that needs a program; where it is not there it is skipped, and its name says so. */
 function testWith(there: boolean, what: string, name: string, body: Parameters<typeof test>[1]) {
-  const { ignore, note } = needs(there, what);
-  if (ignore) Deno.test.ignore(name + note, () => {});
-  else test(name, body);
+  if (there) test(name, body);
+  else Deno.test.ignore(`${name} (skipped: there is no ${what})`, () => {});
 }
 
 async function psql(url: string, text: string): Promise<string> {
@@ -127,17 +112,17 @@ testWith(psqlThere, "psql", "docs/adopt.md: its shell commands", async (sql, _, 
 });
 
 testWith(
-  psycopg !== undefined,
+  psycopg !== "",
   "Python with psycopg 3",
   "docs/adopt.md: its Python enqueues, and tells a refusal by its code",
   async (sql, _, url) => {
     const [block] = blocks("adopt", "python");
     const env = { DATABASE_URL: url };
-    assertEquals(await run([psycopg!, "-"], block, { env }), { code: 0, out: "1\n", err: "" });
+    assertEquals(await run([psycopg, "-"], block, { env }), { code: 0, out: "1\n", err: "" });
     const [{ payload, owner, status }] = await all(sql);
     assertEquals([payload, owner, status], [{ order: 10 }, "ada", "scheduled"]);
     await queue.setQueue(sql, "default", { max_per_owner: 1 });
-    const { out } = await run([psycopg!, "-"], block, { env });
+    const { out } = await run([psycopg, "-"], block, { env });
     assertStringIncludes(out, 'later: owner "ada" would have 2 unfinished jobs');
   },
 );
