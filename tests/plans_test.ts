@@ -164,6 +164,11 @@ const statements: Record<string, Asked> = {
     by: ["jobs_unique_key", "jobs_unfinished_by_owner", "jobs_by_owner", "jobs_pkey"],
     rows: 20 * FEW,
   },
+  "enqueue by arguments": {
+    call: (sql) => sql`select siding.enqueue('small', '{}', unique_key => 'key-x', failed => 1)`,
+    by: ["jobs_unique_key", "jobs_pkey"],
+    rows: 10,
+  },
   get: { call: (sql) => queue.get(sql, ["1", "2", "3"]), by: ["jobs_pkey"], rows: 3 },
 };
 
