@@ -185,14 +185,14 @@ async function pickups(
   let done = 0;
   return await Promise.all(waiting.map(async ({ sender, worker }) => {
     const took: number[] = [];
-    for (let n = 0; n < samples; n++) {
+    for (let n = -1; n < samples; n++) { // the first comes after whatever was before
       await pause(pauseMs(), signal);
       signal.throwIfAborted();
       await sender.tell("one");
       const [{ sent }, { ran }] = await Promise.all([sender.heard(), worker.heard()]);
       // A worker that is woken by the commit itself may be there before the reply is.
-      took.push(Math.max(0, ran - sent));
-      say(`jobs ${what}: ${++done} of ${samples * waiting.length}`);
+      if (n >= 0) took.push(Math.max(0, ran - sent));
+      say(`jobs ${what}: ${++done} of ${(samples + 1) * waiting.length}`);
     }
     return {
       p50_ms: round(quantile(took, 0.5), 1),
