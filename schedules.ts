@@ -268,30 +268,23 @@ export async function keepSchedules(db: Via, kinds: Kinds, silentS: number): Pro
   return all;
 }
 
-/**
- * The schedules with something to do: a tick that is due, or the first to be worked out. One whose
- * kind other live workers' code has, and the caller's has not, is left to them.
- */
+/** The schedules with something to do: see siding.due_schedules. */
 export const dueSchedules = (db: Via, kinds: Kinds, silentS: number): Promise<Due[]> =>
   db.run((sql) =>
     list(sql<Due[]>`
-      with due as (
-        select s.*, s.kind = any(${names(Object.keys(kinds))}::text[]) as known
-        from ${sql(schema)}.schedules s
-        where s.enabled and (s.next_at is null or s.next_at <= now())
-          and (s.error_at is null or s.error_at <= now() - ${AGAIN_S} * interval '1 second')
-      )
-      select d.name, d.version::text, d.cron, d.time_zone, d.missed, d.kind, d.payload, d.known,
-        extract(epoch from d.planned_from)::float8 * 1000 as planned_from_ms,
-        extract(epoch from d.next_at)::float8 * 1000 as next_ms,
-        extract(epoch from now())::float8 * 1000 as now_ms
-      from due d
-      where d.known or not exists (
-        select from ${sql(schema)}.processes p
-        where p.role = 'worker' and d.kind = any(p.known_kinds)
-          and p.seen_at > now() - ${silentS} * interval '1 second')
-      order by d.next_at nulls first, d.name limit ${BATCH}`)
+      select * from ${sql(schema)}.due_schedules(
+        ${names(Object.keys(kinds))}::text[], ${silentS}, ${AGAIN_S}, ${BATCH})`)
   );
+
+/** Milliseconds until the next tick of any schedule; Infinity: there is none. */
+export async function nextTickMs(db: Via): Promise<number> {
+  const [{ ms }] = await db.run((sql) =>
+    sql<{ ms: number | null }[]>`
+      select extract(epoch from min(next_at) - now())::float8 * 1000 as ms
+      from ${sql(schema)}.schedules where enabled and error is null`
+  );
+  return ms ?? Infinity;
+}
 
 /** What to do about a schedule. Whatever is wrong with it is its own step's, and stops no other. */
 export function stepOf(it: Due, kinds: Kinds): Step {

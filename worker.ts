@@ -31,7 +31,7 @@ import { Intake } from "./intake.ts";
 import { type clocks, Leases } from "./lease.ts";
 import * as processes from "./processes.ts";
 import type * as queue from "./queue.ts";
-import { keepSchedules, type Stepped } from "./schedules.ts";
+import { keepSchedules, nextTickMs, type Stepped } from "./schedules.ts";
 import { foldCredits, promoteDue, takeBack, tidyUp } from "./upkeep.ts";
 
 const log = config.logger("worker");
@@ -225,18 +225,23 @@ async function tidy(worker: Worker, pass: number): Promise<number> {
 /** The leader enqueues what is due by the schedules. */
 async function tick({ settings, db, kinds, leases }: Worker): Promise<number> {
   let stepped: Stepped[] = [];
+  let nextMs = Infinity;
   try {
-    if (leases.leader) stepped = await keepSchedules(db, kinds, leases.silentS);
+    if (leases.leader) {
+      stepped = await keepSchedules(db, kinds, leases.silentS);
+      nextMs = await nextTickMs(db);
+    }
   } catch (error) {
-    if (codeOf(error) !== "42P01") throw error;
-    return settings.recoverMs; // a database that is behind has no such table: the start said so
+    if (codeOf(error) !== "42883") throw error;
+    return settings.recoverMs; // a database that is behind has no such function: the start said so
   }
   for (const { name, outcome, job_id, error } of stepped) {
     if (outcome === "enqueued") log.info("schedule {name}: job {job_id}", { name, job_id });
     if (outcome === "skipped") log.info("schedule {name}: missed, and skipped", { name });
     if (outcome === "failed") log.warn("schedule {name}: {error}", { name, error });
   }
-  return settings.pollMaxMs;
+  // At the tick; and often enough for a schedule that is made or changed meanwhile.
+  return Math.min(settings.heartbeatMs, Math.max(100, nextMs));
 }
 
 /** Lets running jobs end, stops those that did not in time, and sees their outcomes written. */

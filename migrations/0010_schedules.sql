@@ -59,6 +59,28 @@ create trigger schedule_changed before update on siding.schedules for each row
          new.owner, new.priority, new.unique_key))
   execute function siding.schedule_changed();
 
+-- The schedules with something to do: a tick that is due, or the first to be worked out. One whose kind other
+-- live workers' code has, and the caller's has not, is left to them. A function, since to plan it
+-- takes twenty times as long as to run it.
+create function siding.due_schedules(kinds text[], silent_s double precision, again_s double precision, most integer)
+returns table (name text, version text, cron text, time_zone text, missed text, kind text, payload jsonb,
+               known boolean, planned_from_ms double precision, next_ms double precision, now_ms double precision)
+language plpgsql stable set plan_cache_mode = force_generic_plan as $$
+#variable_conflict use_column
+begin
+  return query
+    select d.name, d.version::text, d.cron, d.time_zone, d.missed, d.kind, d.payload, d.known,
+      extract(epoch from d.planned_from)::float8 * 1000, extract(epoch from d.next_at)::float8 * 1000,
+      extract(epoch from now())::float8 * 1000
+    from (select s.*, s.kind = any(kinds) as known from siding.schedules s) d
+    where d.enabled and (d.next_at is null or d.next_at <= now())
+      and (d.error_at is null or d.error_at <= now() - again_s * interval '1 second')
+      and (d.known or not exists (
+        select from siding.processes p where p.role = 'worker' and d.kind = any(p.known_kinds)
+          and p.seen_at > now() - silent_s * interval '1 second'))
+    order by d.next_at nulls first, d.name limit most;
+end $$;
+
 -- One step of a schedule, worked out at `seen_ms` from its version `seen`: `run` enqueues the job of the tick at
 -- next_at, `skip` goes without, `plan` has no tick yet, and all three go on to `next_ms`; `fail` records why
 -- none could be worked out. A tick that is refused stays, with the reason, and is tried again.
