@@ -15,7 +15,7 @@ export function controllerBeside(signal: AbortSignal): Promise<void> {
   const own = Deno.env.get("RAILWAY_SERVICE_ID");
   const named = Deno.env.get("SIDING_WORKER_SERVICE_ID") || own;
   const env: Record<string, string> = named ? { SIDING_WORKER_SERVICE_ID: named } : {};
-  const start = () => spawnScript("controller.ts", [], env);
+  const start = () => spawnScript("controller.ts", [], env, "-P=controller");
   return keepRunning(start, signal, TIMES, (code) => {
     log.error("the controller ended with exit code {code}", { code });
   });

@@ -2,17 +2,24 @@
 import { fileURLToPath } from "node:url";
 import { pause } from "./db.ts";
 
-/** Starts an entry script. Its signals come from here and not from the terminal, and it ends with us. */
+/**
+ * Starts an entry script. Its signals come from here and not from the terminal, and it ends with us.
+ *
+ * @param permissions all of them; or `-P=` and the name of a set in deno.json
+ */
 export function spawnScript(
   name: string,
   flags: readonly string[] = [],
   env: Record<string, string> = {},
+  permissions = "-A",
 ): Deno.ChildProcess {
   const small = name === "web.ts" ? ["--v8-flags=--optimize-for-size"] : []; // see web.ts
-  return new Deno.Command(Deno.execPath(), {
+  // By the shell, in whose place it comes: the one program that a worker may start itself.
+  return new Deno.Command("/bin/sh", {
     args: [
+      ...["-c", 'exec "$0" "$@"', Deno.execPath()],
       "run",
-      "-A",
+      permissions,
       "--quiet",
       ...small,
       fileURLToPath(new URL(name, import.meta.url)),

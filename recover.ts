@@ -1,4 +1,4 @@
-#!/usr/bin/env -S deno run -A
+#!/usr/bin/env -S deno run --quiet -P=recover
 /**
  * Recovery by hand or by cron, and the review desk.
  *

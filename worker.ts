@@ -1,4 +1,4 @@
-#!/usr/bin/env -S deno run -A
+#!/usr/bin/env -S deno run --quiet -P=worker
 /**
  * A worker: claims jobs, runs them, reports, finishes them, and takes back what silent workers left.
  *

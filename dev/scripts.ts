@@ -1,5 +1,6 @@
 /** The project's scripts as processes of their own, for the tests and tools. */
 import { fileURLToPath } from "node:url";
+import config from "../deno.json" with { type: "json" };
 
 /** A script that runs, and what it has said so far. */
 export interface Script extends AsyncDisposable {
@@ -13,6 +14,12 @@ export interface Script extends AsyncDisposable {
 
 const path = (name: string) => fileURLToPath(new URL(`../${name}`, import.meta.url));
 
+/** What a script may do: what deno.json says of an entry; a tool may do everything. */
+function permissionsOf(name: string): string {
+  const set = name.replace(/\.ts$/, "");
+  return Object.hasOwn(config.permissions, set) ? `-P=${set}` : "-A";
+}
+
 /** Starts one of the project's scripts; it is killed, if need be, when disposed of. */
 export function startScript(
   name: string,
@@ -22,7 +29,7 @@ export function startScript(
 ): Script {
   const child = new Deno.Command(Deno.execPath(), {
     args: [
-      ...["run", "-A", "--quiet", ...denoArgs],
+      ...["run", permissionsOf(name), "--quiet", ...denoArgs],
       path(name),
       ...args,
     ],
@@ -63,7 +70,7 @@ export function startScript(
 /** Runs one of the project's scripts to its end. */
 export async function runScript(name: string, args: string[], env: Record<string, string>) {
   const { code, stdout, stderr } = await new Deno.Command(Deno.execPath(), {
-    args: ["run", "-A", "--quiet", path(name), ...args],
+    args: ["run", permissionsOf(name), "--quiet", path(name), ...args],
     env: { NO_COLOR: "1", ...env },
   }).output();
   const decoder = new TextDecoder();

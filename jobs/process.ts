@@ -29,8 +29,8 @@ const STDERR_BYTES = 4096;
 /** How long its output is read on after its end: a child in a session of its own may hold it open. */
 const AFTERMATH_MS = 2000;
 /** Where process ids are ours: another container may share the temporary folder, but not these. */
-const NOWHERE = "0";
-const SPACE = readLink("/proc/self/ns/pid")?.replace(/\D/g, "") ?? NOWHERE;
+const NOWHERE = "0"; // not on Linux
+let space: string | undefined;
 /** Work folders; the second number is the process id of their worker. */
 const FOLDER = /^siding-job-(\d+)-(\d+)-/;
 const DAY_MS = 86_400_000;
@@ -52,12 +52,18 @@ type Verdict =
   | { error: string; retry: boolean }
   | { retry_after_s: number };
 
-function readLink(path: string): string | undefined {
-  try {
-    return Deno.readLinkSync(path);
-  } catch {
-    return undefined; // not on Linux
-  }
+/**
+ * Asks a shell of /proc, which Deno shows to those alone who may do everything.
+ *
+ * @returns where process ids are ours, and those that are there
+ */
+async function processesHere(): Promise<{ space: string; pids: Set<string> }> {
+  const { stdout } = await new Deno.Command("/bin/sh", {
+    args: ["-c", "readlink /proc/self/ns/pid && cd /proc && echo [0-9]*"],
+    ...{ clearEnv: true, env: { PATH: "/usr/bin:/bin" }, stdin: "null", stderr: "null" },
+  }).output();
+  const [link, pids] = new TextDecoder().decode(stdout).split("\n");
+  return { space: pids ? link.replace(/\D/g, "") : NOWHERE, pids: new Set(pids?.split(" ")) };
 }
 
 /** @returns the result; throws what ended the job otherwise, or the signal's reason when stopped */
@@ -67,7 +73,8 @@ export async function runProcess(
   context: Context,
   lease: Lease = forEver,
 ): Promise<unknown> {
-  const folder = await Deno.makeTempDir({ prefix: `siding-job-${SPACE}-${Deno.pid}-` })
+  space ??= (await processesHere()).space;
+  const folder = await Deno.makeTempDir({ prefix: `siding-job-${space}-${Deno.pid}-` })
     .catch((error) => {
       throw new Error(`no work folder could be made in ${tmpdir()}: ${error.message}`);
     });
@@ -94,13 +101,16 @@ export async function runProcess(
  * had started one. Where process ids do not show whether it is here (not on Linux), those a day old.
  */
 export async function sweepFolders(parent = tmpdir()): Promise<void> {
-  for (const name of await readdir(parent).catch(() => [])) {
-    const [, space, pid] = FOLDER.exec(name) ?? [];
+  // The folders first: a process that comes meanwhile, with its folder, is not among them.
+  const names = (await readdir(parent).catch(() => [])).filter((name) => FOLDER.test(name));
+  const here = await processesHere();
+  for (const name of names) {
+    const [, space, pid] = FOLDER.exec(name)!;
     const path = join(parent, name);
-    if (space !== SPACE || existsSync(`/proc/${pid}`)) continue;
+    if (space !== here.space || here.pids.has(pid)) continue;
     const age = await stat(path).then((info) => Date.now() - info.mtimeMs, () => 0);
     // Another worker may be at it too, or it may be another user's: no reason not to start.
-    if (SPACE !== NOWHERE || age > DAY_MS) {
+    if (space !== NOWHERE || age > DAY_MS) {
       await rm(path, { recursive: true, force: true }).catch(() => {});
     }
   }
