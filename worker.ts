@@ -37,7 +37,7 @@ import { foldCredits, promoteDue, takeBack, tidyUp } from "./upkeep.ts";
 const log = config.logger("worker");
 
 /** How long a stopping worker tries to give its jobs back. */
-const GIVE_BACK_MS = 10_000;
+export const GIVE_BACK_MS = 10_000;
 /** How long a starting worker waits for the database. */
 const START_MS = 30_000;
 /**
