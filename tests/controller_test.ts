@@ -26,7 +26,7 @@ const workersOn = (
   startRailway({
     start: (env) =>
       new Deno.Command(Deno.execPath(), {
-        args: ["run", "-A", "--quiet", worker, ...hasty, "--drain-s", "1", ...flags],
+        args: ["run", "-P=worker", "--quiet", worker, ...hasty, "--drain-s", "1", ...flags],
         env: { DATABASE_URL: url, NO_COLOR: "1", ...env, ...more() },
         ...{ stdin: "null", stdout: "null", stderr: "null", detached: true },
       }).spawn(),
