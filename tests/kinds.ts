@@ -36,6 +36,23 @@ async function untilGone({ gone }: { gone: string }, { signal }: Context): Promi
 }
 
 export const kinds = {
+  /** What a function in a worker can see of its variables, one way after another. */
+  peeks: inline({
+    payload: z.string(),
+    work: (name) =>
+      [
+        () => Deno.env.get(name),
+        () => globalThis.process.env[name],
+        () => Deno.env.toObject()[name],
+        () => Deno.readTextFileSync("/proc/self/environ"),
+      ].map((look) => {
+        try {
+          return look();
+        } catch (error) {
+          return (error as Error).name;
+        }
+      }),
+  }),
   echo: inline({ payload: z.unknown(), work: (payload) => payload }),
   priced: inline({ payload: z.unknown(), price: 5, work: () => 1 }),
   /** Refuses payloads that are not numbers. */
