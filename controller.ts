@@ -121,6 +121,7 @@ async function boot(args: string[], signal: AbortSignal): Promise<Controller> {
   const bootId = await start.run((sql) =>
     register(sql, { role: "controller", pool: looks, name, version: config.VERSION })
   );
+  log.info("controller {name}, version {version}", { name, version: config.VERSION });
   return {
     ...{ settings, db, bootId, looks },
     policy: {

@@ -77,7 +77,8 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   const server = Deno.serve({
     port: settings.port,
     hostname: settings.host,
-    onListen: ({ port }) => log.info("listening on port {port}", { port }),
+    onListen: ({ port }) =>
+      log.info("listening on port {port}, version {version}", { port, version: config.VERSION }),
   }, appOf(site).fetch);
   const loops = [
     config.repeat("heartbeat", () => beat(site), stopping.signal),

@@ -159,7 +159,9 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
       concurrency: settings.concurrency,
     })
   );
-  log.info("worker {name} {boot} serves {serves}", { name, boot: bootId.slice(0, 8), serves });
+  log.info("worker {name} {boot}, version {version}, serves {serves}", {
+    ...{ name, boot: bootId.slice(0, 8), version: config.VERSION, serves },
+  });
   const hurry = new AbortController();
   const { maxReleases, heldBackMs } = settings;
   const outcomes = new Outcomes(db, bootId, hurry.signal, maxReleases, heldBackMs);
