@@ -348,6 +348,14 @@ const mutants: Mutant[] = [
     filter: "none of the worker's secrets",
   },
   {
+    invariant: "I14",
+    what: "a worker that may read Railway's token",
+    file: "deno.json",
+    cut: ['"RAILWAY_SERVICE_ID",', '"RAILWAY_*",'],
+    test: "permissions_test.ts",
+    filter: "reaches no job",
+  },
+  {
     invariant: "I15",
     what: "a stage that no column takes",
     file: "jobs/run.ts",
