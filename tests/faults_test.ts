@@ -59,7 +59,7 @@ test(
     const jobs = fileURLToPath(new URL("hanging_kinds.ts", import.meta.url));
     const flags = ["--jobs", jobs, "--concurrency", "2", "--stall-s", "1"];
     const limit = ["--statement-limit-ms", "900"];
-    await using worker = startWorker(url, [...flags, ...limit], [], { HANG: hang });
+    await using worker = startWorker(url, [...flags, ...limit], [], { SIDING_TEST_HANG: hang });
     const entry = await enqueue(sql, "waits", null);
     const state = async () => (await queue.get(sql, [entry.id]))[0];
     await waitFor(async () => (await state()).status === "running", "it to run");
