@@ -2,7 +2,7 @@
 #
 #   docker build -t siding .
 #   docker run -e DATABASE_URL siding                                          # a worker
-#   docker run -e DATABASE_URL siding deno run --quiet -P=migrate migrate.ts   # any other entry
+#   docker run -e DATABASE_URL siding deno run --quiet --no-prompt -P=migrate migrate.ts   # any other entry
 #
 # What each may do is in deno.json. What your jobs need, such as Python, is to be installed here.
 FROM denoland/deno:2.9.6
@@ -24,4 +24,4 @@ USER deno
 
 # A job's orphans become children of process 1, and tini sees them end.
 ENTRYPOINT ["/tini", "--"]
-CMD ["deno", "run", "--quiet", "-P=worker", "worker.ts"]
+CMD ["deno", "run", "--quiet", "--no-prompt", "-P=worker", "worker.ts"]

@@ -1,4 +1,4 @@
-#!/usr/bin/env -S deno run --quiet -P=controller
+#!/usr/bin/env -S deno run --quiet --no-prompt -P=controller
 /**
  * A controller: looks at the queue and at Railway, decides how many workers there are to be
  * (policy.ts), and sets the count. Any number of controllers may run; the leader of the pool acts.

@@ -1,4 +1,4 @@
-#!/usr/bin/env -S deno run --quiet -P=migrate
+#!/usr/bin/env -S deno run --quiet --no-prompt -P=migrate
 /**
  * Applies the migrations in migrations/ that the database has not had yet, in order.
  *

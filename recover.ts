@@ -1,4 +1,4 @@
-#!/usr/bin/env -S deno run --quiet -P=recover
+#!/usr/bin/env -S deno run --quiet --no-prompt -P=recover
 /**
  * Recovery by hand or by cron, and the review desk.
  *

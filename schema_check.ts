@@ -1,4 +1,4 @@
-#!/usr/bin/env -S deno run --quiet -P=schema_check
+#!/usr/bin/env -S deno run --quiet --no-prompt -P=schema_check
 /**
  * Asks Railway's live schema whether it still knows what railway.ts sends.
  *

@@ -1,4 +1,4 @@
-#!/usr/bin/env -S deno run --quiet -P=web --v8-flags=--optimize-for-size
+#!/usr/bin/env -S deno run --quiet --no-prompt -P=web --v8-flags=--optimize-for-size
 /**
  * The site: what people and their programs see of the queue. It only mounts the parts in web/, and
  * never takes a job.

@@ -1,4 +1,4 @@
-#!/usr/bin/env -S deno run --quiet -P=worker
+#!/usr/bin/env -S deno run --quiet --no-prompt -P=worker
 /**
  * A worker: claims jobs, runs them, reports, finishes them, and takes back what silent workers left.
  *

@@ -19,7 +19,8 @@ const source = undefined;
  * The script itself, by Deno, with the permissions that deno.json names for it: a package manager
  * before it would keep SIGTERM to itself, and no job would get its time to end.
  */
-const start = (name: string, flags = "") => `deno run --quiet -P=${name}${flags} ${name}.ts`;
+const start = (name: string, flags = "") =>
+  `deno run --quiet --no-prompt -P=${name}${flags} ${name}.ts`;
 
 const common = {
   source,

@@ -40,9 +40,15 @@ Deno.test("each entry has permissions of its own in deno.json, and its task star
   assertEquals(Object.keys(config.permissions).sort(), Object.keys(taskOf).sort());
   for (const [entry, task] of Object.entries(taskOf)) {
     const small = entry === "web" ? "--v8-flags=--optimize-for-size " : "";
-    assertEquals(tasks[task].command, `deno run --quiet -P=${entry} ${small}${entry}.ts`);
+    assertEquals(
+      tasks[task].command,
+      `deno run --quiet --no-prompt -P=${entry} ${small}${entry}.ts`,
+    );
     const [line] = Deno.readTextFileSync(`${root}${entry}.ts`).split("\n");
-    assertEquals(line, `#!/usr/bin/env -S deno run --quiet -P=${entry} ${small}`.trimEnd());
+    assertEquals(
+      line,
+      `#!/usr/bin/env -S deno run --quiet --no-prompt -P=${entry} ${small}`.trimEnd(),
+    );
   }
 });
 
