@@ -67,14 +67,6 @@ const all = async (sql: Pool) =>
   );
 const stream = (text: string) => new Blob([text]).stream() as ReadableStream<Uint8Array>;
 
-Deno.test("the TypeScript of docs/adopt.md and docs/jobs.md compiles as it stands", async () => {
-  const pages = ["adopt", "jobs"].map((page) => `${root}docs/${page}.md`);
-  const check = [Deno.execPath(), "check", "--quiet", "--doc-only", ...pages];
-  const { code, err } = await run(check, "", { cwd: root, env: { NO_COLOR: "1" } });
-  assertEquals(code, 0, err);
-  assert(blocks("jobs", "ts").length > 3);
-});
-
 testWith(
   psqlThere,
   "psql",
