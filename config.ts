@@ -1,18 +1,13 @@
 /**
- * Flags and variables to one typed, checked object; the log; and how an entry script starts and
- * ends. The flag `--poll-max-ms` is the variable SIDING_POLL_MAX_MS; the flag wins.
+ * Flags and variables to one typed, checked object; and how an entry script starts and ends. The flag `--poll-max-ms` is the variable SIDING_POLL_MAX_MS; the flag wins.
  */
 import { parseArgs } from "@std/cli";
-import {
-  configure,
-  getAnsiColorFormatter,
-  getJsonLinesFormatter,
-  getLogger,
-  getTextFormatter,
-  type LogRecord,
-} from "@logtape/logtape";
 import { z } from "zod";
 import { describe, isTransient, parameterOf, pause, poolerMistake, schemaProblem } from "./db.ts";
+import { identify, type Level, logger, sayLast, setUpLog as setUp } from "./log.ts";
+import { hide, redactText } from "./redact.ts";
+
+export { identify, logger };
 
 /** The version of this code, in logs and in the table processes. */
 export const VERSION = "0.1.0";
@@ -171,7 +166,7 @@ export const settings = {
     rule: "it must be debug, info, warning or error",
     fallback: "info",
     help: "what to log",
-  } as Setting<"debug" | "info" | "warning" | "error">,
+  } as Setting<Level>,
 } satisfies Record<string, Setting<unknown>>;
 
 type Values<S> = { [K in keyof S]: S[K] extends Setting<infer T> ? T : never };
@@ -189,7 +184,18 @@ export interface Program {
   /** How it is called, after its name. */
   usage?: string;
   example: string;
+  /** What its exit codes mean, where that is not what {@linkcode EXIT_CODES} says; null: it has none such. */
+  exits?: Record<number, string | null>;
 }
+
+/** What the exit codes of scripts mean. */
+const EXIT_CODES: Record<number, string> = {
+  0: "done",
+  1: "failure",
+  2: "usage: a flag, a variable or an argument is wrong or missing",
+  3: "the database could not be reached",
+  130: "stopped by a second signal",
+};
 
 /**
  * Reads a script's flags and variables. `--help` and `--version` are answered here.
@@ -240,6 +246,7 @@ export function configuration<S extends Record<string, Setting<unknown>>>(
       ? undefined
       : Deno.env.get(variable(name, setting)) || undefined;
     const value = given === undefined ? fromVariable : String(given);
+    if (value !== undefined && setting.secret) hide(value);
     if (value === undefined) {
       values[name] = setting.fallback;
       continue;
@@ -252,7 +259,42 @@ export function configuration<S extends Record<string, Setting<unknown>>>(
       throw new UsageError(`${source}${shown}: ${setting.rule}`);
     }
   }
+  if (script) {
+    script.settings = lineOf(spec, values);
+    // Who has no log says at once what it was given.
+    const given = lineOf(spec, values, true);
+    if (!("logLevel" in spec) && given) console.error(`${script.name}: ${given}`);
+  }
   return values as Values<S> & { rest: string[] };
+}
+
+/** The script that this process runs, and its settings in one line; null within a test. */
+let script: { name: string; settings: string } | null = null;
+
+/** Settings as they would be given, without secrets. @param changed only those that are not as by default */
+function lineOf(
+  spec: Record<string, Setting<unknown>>,
+  values: Record<string, unknown>,
+  changed = false,
+): string {
+  const told = Object.entries(spec).filter(([name, { fallback }]) => {
+    const value = values[name];
+    if (value === undefined || value === null || value === false && fallback === false) {
+      return false;
+    }
+    return !(changed && value === fallback) && !(Array.isArray(value) && value.length === 0);
+  });
+  return told.map(([name, { secret, many }]) => {
+    const value = values[name];
+    if (secret) return `${flagOf(name)} …`;
+    if (value === true) return flagOf(name);
+    if (value === false) return `${flagOf(name)}=false`;
+    const items = many ? value as unknown[] : [value];
+    return items.map((item) => {
+      const text = redactText(item instanceof Date ? item.toISOString() : String(item));
+      return `${flagOf(name)} ${/^[\w.,:\/@+-]+$/.test(text) ? text : JSON.stringify(text)}`;
+    }).join(" ");
+  }).join(" ");
 }
 
 /** Ties each flag to its value, which may begin with a dash, such as -3. */
@@ -284,17 +326,26 @@ function helpText(program: Program, spec: Record<string, Setting<unknown>>): str
         (Array.isArray(fallback) && fallback.length === 0)
       ? ""
       : ` (${fallback})`;
-    return `  ${flag.padEnd(26)} ${setting.help}${shown}`;
+    return { setting, line: `  ${flag.padEnd(26)} ${setting.help}${shown}` };
   });
+  const some = (title: string, of: (setting: Setting<unknown>) => boolean) => {
+    const these = lines.filter(({ setting }) => of(setting)).map(({ line }) => line);
+    return these.length > 0 ? [title, ...these, ""] : [];
+  };
   return [
     `${program.summary}`,
     "",
     `Usage: deno task ${program.name} ${program.usage ?? "[flags]"}`,
     "",
-    ...lines,
-    `  ${"--help, --version".padEnd(26)}`,
-    "",
-    "Each flag is a variable too: --poll-max-ms is SIDING_POLL_MAX_MS, --database-url DATABASE_URL.",
+    ...some("Flags:", ({ flagOnly }) => !!flagOnly),
+    ...some(
+      "Settings, by flag or by variable; --poll-max-ms is SIDING_POLL_MAX_MS:",
+      (s) => !s.flagOnly,
+    ),
+    "Exit codes:",
+    ...Object.entries({ ...EXIT_CODES, ...program.exits })
+      .filter(([, meaning]) => meaning !== null)
+      .map(([code, meaning]) => `  ${code.padEnd(4)} ${meaning}`),
     "",
     `Example: ${program.example}`,
   ].join("\n");
@@ -320,37 +371,11 @@ export function requireDatabase(url: string | undefined): string {
   return url;
 }
 
-/**
- * Sets up the log: JSON lines on Railway, readable text elsewhere, and also where dev says so, whose
- * Railway is a local one; on stderr, which is not for results.
- */
-export async function setUpLog(level: Values<typeof settings>["logLevel"]): Promise<void> {
-  const railway = Deno.env.get("RAILWAY_ENVIRONMENT_ID") !== undefined &&
-    Deno.env.get("SIDING_LOG_FORMAT") !== "text";
-  const colour = Deno.stderr.isTerminal() && !Deno.noColor;
-  const format = railway
-    ? getJsonLinesFormatter({ properties: "flatten" })
-    : (colour ? getAnsiColorFormatter : getTextFormatter)({
-      timestamp: "time",
-      value: (value) => Array.isArray(value) ? value.join(", ") : String(value),
-    });
-  const encoder = new TextEncoder();
-  await configure({
-    reset: true,
-    sinks: {
-      stderr: (record: LogRecord) => {
-        Deno.stderr.writeSync(encoder.encode(format(record)));
-      },
-    },
-    loggers: [
-      { category: "siding", lowestLevel: level, sinks: ["stderr"] },
-      { category: ["logtape", "meta"], lowestLevel: "warning", sinks: ["stderr"] },
-    ],
-  });
+/** Sets up the log (log.ts), and begins it with the settings. */
+export async function setUpLog(level: Level): Promise<void> {
+  await setUp(level);
+  if (script) logger(script.name).info("settings: {settings}", { settings: script.settings });
 }
-
-/** The log of one script. */
-export const logger = (name: string) => getLogger(["siding", name]);
 
 /**
  * Repeats a step, which returns the milliseconds until the next, until `signal` is aborted.
@@ -395,6 +420,7 @@ export async function runMain(
   name: string,
   main: (args: string[], signal: AbortSignal) => Promise<number | void>,
 ): Promise<never> {
+  script = { name, settings: "" };
   const stop = new AbortController();
   let stoppedAtMs = 0;
   const onSignal = () => {
@@ -416,7 +442,7 @@ export async function runMain(
   try {
     Deno.exit(await main(Deno.args.slice(), stop.signal) ?? 0);
   } catch (error) {
-    console.error(`${name}: ${describe(error)}`);
+    sayLast(name, describe(error));
     Deno.exit(exitCode(error));
   }
 }

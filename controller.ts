@@ -39,6 +39,11 @@ const program = {
   name: "controller",
   summary: "Decides how many workers there are to be, and tells Railway.",
   example: "deno task controller --once --dry-run",
+  exits: {
+    0: "after a stop, or one look",
+    1: "failure; with --once also a look that could not see all, or a refused write",
+    3: "the database could not be reached at the start",
+  },
 };
 const { databaseUrl, prepare, statementLimitMs, heartbeatMs, retentionS, logLevel, pool } =
   config.settings;

@@ -50,6 +50,11 @@ const program = {
   summary:
     "Runs all of Siding on this machine: Postgres, migrations, and workers as a controller asks for.",
   example: "deno task dev --workers 6",
+  exits: {
+    0: "done",
+    1: "failure; demo: a job did not end as expected, or the pool did not go up and come back",
+    130: "stopped by a second signal; demo: stopped before its end",
+  },
 };
 const spec = {
   databaseUrl: config.settings.databaseUrl,

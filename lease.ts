@@ -266,7 +266,9 @@ export class Leases {
     }
     for (const stray of pulse.strays) {
       if (!this.lostClaims.has(stray.claim_token)) continue; // it started, or ended, meanwhile
-      log.warn("job {id} was claimed by a call whose reply was lost: given back", { ...stray });
+      log.warn("job {job} was claimed by a call whose reply was lost: given back", {
+        ...{ job: stray.id, attempt: stray.attempt },
+      });
       // Should this fail, it is a stray of the next heartbeat too.
       this.db.run((sql) => release(sql, this.bootId, stray, "its claim's reply was lost"))
         .catch((error) => log.warn("{error}", { error: describe(error) }));

@@ -184,6 +184,10 @@ async function main(args: string[]): Promise<number> {
       name: "migrate",
       summary: "Applies the migrations that the database has not had yet.",
       example: "DATABASE_URL=postgres://… deno task migrate --check",
+      exits: {
+        0: "done; with --check: none is missing",
+        1: "failure; with --check: one is missing",
+      },
     },
     {
       databaseUrl: settings.databaseUrl,

@@ -5,6 +5,7 @@
 import { z } from "zod";
 import { UsageError } from "./config.ts";
 import { cut, describe } from "./db.ts";
+import { hide } from "./redact.ts";
 
 export const RAILWAY_URL = "https://backboard.railway.com/graphql/v2";
 
@@ -66,6 +67,7 @@ export function tokenFrom(env: { get(name: string): string | undefined }): Token
     if (!/^[\w.~+/=:-]{8,}$/.test(value)) {
       throw new UsageError(`${name} does not look like a token`);
     }
+    hide(value);
     return { [kind]: value } as Token;
   }
 }

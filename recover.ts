@@ -39,6 +39,7 @@ const program = {
   summary: "Takes back what silent workers left, once, or says what becomes of jobs in review.",
   usage: "[list | resume ID | requeue ID | fail ID | retry [ID …]] [flags]",
   example: 'deno task recover retry --kind band --error "timed out"',
+  exits: { 1: "refused, or failed" },
 };
 const { databaseUrl, prepare, statementLimitMs, heartbeatMs, maxCrashes } = config.settings;
 const { retentionS, fileGraceS, unknownKindS, jobs, logLevel } = config.settings;

@@ -20,6 +20,7 @@ const program = {
   name: "check-schema",
   summary: "Asks Railway's live schema whether it still knows what Siding sends.",
   example: "deno task check-schema",
+  exits: { 0: "all fit", 1: "one does not fit", 3: "Railway could not be asked" },
 };
 const spec = { url: config.flag(config.url("another endpoint than Railway's own")) };
 

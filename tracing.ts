@@ -5,11 +5,15 @@
  * nothing.
  */
 import { ROOT_CONTEXT, SpanKind, SpanStatusCode, trace } from "@opentelemetry/api";
+import { nameTrace } from "./log.ts";
 import type { Job, Outcome } from "./queue.ts";
 
 const tracer = trace.getTracer("siding");
 /** Spans that nobody records cost more than many a small job. */
 const traces = !!Deno.env.get("OTEL_DENO");
+
+/** A W3C trace context. */
+const PARENT = /^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})/;
 
 /** The W3C trace context of what is under way; undefined where it is not traced. */
 export function traceParent(): string | undefined {
@@ -18,6 +22,13 @@ export function traceParent(): string | undefined {
   const flags = context.traceFlags.toString(16).padStart(2, "0");
   return `00-${context.traceId}-${context.spanId}-${flags}`;
 }
+
+/** The trace of what is under way, or else the job's; undefined where there is none. */
+export function traceId(job?: Job): string | undefined {
+  return trace.getActiveSpan()?.spanContext().traceId ?? PARENT.exec(job?.trace_parent ?? "")?.[1];
+}
+
+nameTrace(traceId);
 
 /** Runs an attempt as a span of the trace that enqueued its job, or as a trace of its own. */
 export function traced(
@@ -52,8 +63,7 @@ export function traced(
 
 /** What a job's row says of its trace. A text that is no trace context is none. */
 function contextOf({ trace_parent }: Job) {
-  const [, traceId, spanId, flags] =
-    /^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})/.exec(trace_parent ?? "") ?? [];
+  const [, traceId, spanId, flags] = PARENT.exec(trace_parent ?? "") ?? [];
   if (!traceId) return ROOT_CONTEXT;
   return trace.setSpanContext(ROOT_CONTEXT, {
     ...{ traceId, spanId, traceFlags: parseInt(flags, 16), isRemote: true },

@@ -46,6 +46,7 @@ const program = {
   name: "web",
   summary: "The site: API, pages, health, metrics and MCP.",
   example: "SIDING_ADMIN_TOKEN=… SIDING_SESSION_SECRET=… deno task web --port 8000",
+  exits: { 0: "after a stop", 3: "the database could not be reached at the start" },
 };
 
 export async function main(args: string[], signal: AbortSignal): Promise<number> {

@@ -50,6 +50,11 @@ const program = {
   name: "worker",
   summary: "Claims jobs, runs them, and takes back what silent workers left.",
   example: "DATABASE_URL=postgres://… deno task worker --concurrency 2 --queues default",
+  exits: {
+    0: "after a stop",
+    1: "failure; or it was taken for dead, or its look for jobs hung",
+    3: "the database could not be reached at the start",
+  },
 };
 /** All the shared settings are a worker's. */
 const spec = {
@@ -159,6 +164,7 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
       concurrency: settings.concurrency,
     })
   );
+  config.identify({ worker: bootId });
   log.info("worker {name} {boot}, version {version}, serves {serves}", {
     ...{ name, boot: bootId.slice(0, 8), version: config.VERSION, serves },
   });
@@ -207,18 +213,18 @@ async function tidy(worker: Worker, pass: number): Promise<number> {
   const { settings, db, kinds, leases } = worker;
   if (!leases.inTouch()) return Math.min(settings.recoverMs, settings.heartbeatMs);
   for (const job of await takeBack(db, settings.maxCrashes)) {
-    log.warn("recovered job {id} {kind}: {status}", { ...job });
+    log.warn("recovered job {job} {kind}: {status}", { ...job, job: job.id });
   }
   await promoteDue(db);
   if (leases.leader) {
     for (const id of (await lookUpReviews(db, kinds, settings.lookUpS)).found) {
-      log.warn("job {id}: its service has its request, from which it goes on", { id });
+      log.warn("job {job}: its service has its request, from which it goes on", { job: id });
     }
   }
   if (leases.leader && (worker.moreToSweep || pass % PASSES_A_SWEEP === 0)) {
     const { unknown, more } = await tidyUp(db, { ...settings, silentS: leases.silentS });
     worker.moreToSweep = more;
-    for (const job of unknown) log.warn("job {id}: unknown kind {kind}", { ...job });
+    for (const job of unknown) log.warn("job {job}: unknown kind {kind}", { ...job, job: job.id });
   }
   await foldCredits(db);
   return settings.recoverMs;
@@ -238,7 +244,7 @@ async function tick({ settings, db, kinds, leases }: Worker): Promise<number> {
     return settings.recoverMs; // a database that is behind has no such function: the start said so
   }
   for (const { name, outcome, job_id, error } of stepped) {
-    if (outcome === "enqueued") log.info("schedule {name}: job {job_id}", { name, job_id });
+    if (outcome === "enqueued") log.info("schedule {name}: job {job}", { name, job: job_id });
     if (outcome === "skipped") log.info("schedule {name}: missed, and skipped", { name });
     if (outcome === "failed") log.warn("schedule {name}: {error}", { name, error });
   }

@@ -129,7 +129,7 @@ export async function idsStored(): Promise<void> {
 
 /** Stores a request's id, whoever has the job by now: it is worth money. @returns it */
 async function store(db: Via, key: string, requestId: string, job: Job): Promise<string> {
-  const facts = { job: job.id, key, requestId };
+  const facts = { job: job.id, attempt: job.attempt, key, requestId };
   const once = (sql: Pool) => saveRequest(sql, key, requestId);
   const stored = db.run(once).catch((error) => {
     // Here it is in a log, whatever becomes of this process.

@@ -3,7 +3,7 @@ import { logger } from "../config.ts";
 import { cut, describe, patient, unstorable, type Via } from "../db.ts";
 import { FileTooLarge, inputsOf, readFile, writeFile } from "../files.ts";
 import { get, type Job, type NewJob, type Outcome } from "../queue.ts";
-import { traced } from "../tracing.ts";
+import { traced, traceId } from "../tracing.ts";
 import {
   ABANDON_MS,
   type Context,
@@ -201,14 +201,18 @@ export async function runToEnd(
   outcomes: Outcomes,
   ran: () => void,
 ): Promise<void> {
-  const facts = { job: job.id, kind: job.kind, attempt: job.attempt };
+  const facts = { job: job.id, kind: job.kind, attempt: job.attempt, trace: traceId(job) };
   const startedMs = performance.now();
   // Small jobs by the thousand a second would be all that a log has: it gets what went wrong with them.
   const level = runner.kinds[job.kind]?.runs === "inline" ? "debug" : "info";
   const said = log.isEnabledFor(level);
-  if (said) log[level]("job {job} {kind} started, attempt {attempt}", facts);
+  const begin = () => {
+    facts.trace = traceId(job); // its own, where what enqueued it was not traced
+    if (said) log[level]("job {job} {kind} started, attempt {attempt}", facts);
+    return run(runner, job, stopper);
+  };
   try {
-    const outcome = await traced(job, () => run(runner, job, stopper)).finally(ran);
+    const outcome = await traced(job, begin).finally(ran);
     const stands = outcome && await outcomes.record(outcome);
     const seconds = () => ((performance.now() - startedMs) / 1000).toFixed(1);
     if (!stands) {

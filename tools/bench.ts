@@ -44,6 +44,7 @@ const program = {
   summary: `Measures this machine.\n\n  ${list.join("\n  ")}\n  all, each of them`,
   usage: "MEASUREMENT [flags], or MEASUREMENT --help",
   example: "deno task bench web --rate 200 --seconds 60 --streams 100",
+  exits: { 1: "failure, also when what was measured went wrong" },
 };
 
 export async function main(args: string[], signal: AbortSignal): Promise<number> {

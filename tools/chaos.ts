@@ -62,6 +62,7 @@ const program = {
   name: "chaos",
   summary: "Breaks everything that can break, and checks that nothing is lost or paid for twice.",
   example: "deno task chaos --minutes 10 --seed 42",
+  exits: { 0: "all holds", 1: "something is off, or failure", 3: null },
 };
 const spec = {
   minutes: config.flag(config.int(1, 1, 100_000, "how long faults come")),

@@ -42,6 +42,7 @@ const program = {
   name: "doctor",
   summary: "Says what ails the queue's database, with the figures and the remedy.",
   example: "deno task doctor --watch-s 10",
+  exits: { 0: "it is well", 1: "a finding, or failure" },
 };
 const { databaseUrl, prepare } = config.settings;
 const spec = {

@@ -26,6 +26,11 @@ const program = {
   summary: "Enqueues one job, with its files, and prints its id.",
   usage: "KIND [flags]",
   example: `deno task enqueue transcribe --file song.wav --payload '{"title": "Song"}' --wait`,
+  exits: {
+    0: "enqueued; with --wait: done",
+    1: "refused; with --wait: not done",
+    130: "stopped while waiting, and the job goes on",
+  },
 };
 const { databaseUrl, prepare, statementLimitMs, maxFileBytes } = config.settings;
 const spec = {

@@ -20,6 +20,7 @@ const program = {
   summary: "Makes, lists and revokes keys of the API.",
   usage: "create OWNER | list | secret OWNER | revoke ID [flags]",
   example: 'deno task key create acme --name "their site"',
+  exits: { 1: "refused, or failed" },
 };
 const { databaseUrl, prepare, statementLimitMs } = config.settings;
 const spec = {

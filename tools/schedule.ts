@@ -36,6 +36,7 @@ const program = {
   summary: "Makes, lists, pauses and removes schedules: jobs that come again.",
   usage: "set NAME | list | pause NAME | resume NAME | remove NAME [flags]",
   example: "deno task schedule set nightly --cron '0 2 * * *' --zone Europe/Berlin --kind report",
+  exits: { 1: "refused, or failed" },
 };
 const { databaseUrl, prepare, statementLimitMs, jobs } = config.settings;
 const text = (help: string) => config.flag(config.text(help));

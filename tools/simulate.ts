@@ -36,6 +36,7 @@ const program = {
   name: "simulate",
   summary: "Tries scaling policies on a trace of jobs: waits, replica-hours, dollars.",
   example: "deno task simulate --generate bursts --jobs 5000 --run-mean-s 80 --svg bursts.svg",
+  exits: { 0: "done, also when a signal stopped it", 2: "usage, also a trace that is no good" },
 };
 
 const { databaseUrl, prepare, statementLimitMs } = config.settings;

@@ -39,6 +39,7 @@ const program = {
   name: "stats",
   summary: "Jobs of late: states, waits, runs; the controller's steps, replica-hours, dollars.",
   example: "deno task stats --since 24h",
+  exits: { 0: "done, also when there is nothing to tell" },
 };
 const { databaseUrl, prepare, statementLimitMs } = config.settings;
 const spec = {

@@ -7,6 +7,7 @@
  */
 import * as config from "../config.ts";
 import { describe, schema, type Sql } from "../db.ts";
+import { redact } from "../redact.ts";
 import { type Code, codesOf, judge, type Judgement } from "./health.ts";
 import type { Site } from "./site.ts";
 
@@ -137,6 +138,7 @@ async function tellSentry(dsn: string, text: string, unwell: boolean): Promise<b
     Sentry.init({
       ...{ dsn, defaultIntegrations: false, sendDefaultPii: false, serverName: "siding" },
       skipOpenTelemetrySetup: true, // that is Deno's own
+      beforeSend: (event) => redact(event) as typeof event,
     });
     Sentry.captureMessage(text, {
       level: unwell ? "error" : "info",
