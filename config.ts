@@ -374,7 +374,7 @@ export function requireDatabase(url: string | undefined): string {
 /** Sets up the log (log.ts), and begins it with the settings. */
 export async function setUpLog(level: Level): Promise<void> {
   await setUp(level);
-  if (script) logger(script.name).info("settings: {settings}", { settings: script.settings });
+  if (script) logger(script.name).info`settings: ${script.settings}`;
 }
 
 /**
@@ -442,6 +442,7 @@ export async function runMain(
   try {
     Deno.exit(await main(Deno.args.slice(), stop.signal) ?? 0);
   } catch (error) {
+    if (stop.signal.aborted && error === stop.signal.reason) Deno.exit(0); // stopped before it began
     sayLast(name, describe(error));
     Deno.exit(exitCode(error));
   }

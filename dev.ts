@@ -53,6 +53,7 @@ const program = {
   exits: {
     0: "done",
     1: "failure; demo: a job did not end as expected, or the pool did not go up and come back",
+    3: null,
     130: "stopped by a second signal; demo: stopped before its end",
   },
 };

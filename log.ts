@@ -56,7 +56,7 @@ export async function setUpLog(level: Level): Promise<void> {
 
 /** Says with what error a script ends: in its log on Railway, else, and before that is set up, as text. */
 export function sayLast(name: string, text: string): void {
-  if (format === jsonLine) logger(name).fatal("{text}", { text });
+  if (format === jsonLine) logger(name).fatal`${text}`;
   else console.error(`${name}: ${redactText(text)}`);
 }
 

@@ -80,6 +80,7 @@ const program = {
   name: "band-service",
   summary: "Runs a service that charges for each request, for the kind `band`.",
   example: "deno task band-service --port 8090",
+  exits: { 0: "after a stop", 3: null },
 };
 const spec = {
   port: config.flag(config.int(8090, 0, 65_535, "where it listens; 0 is any free port")),

@@ -93,3 +93,10 @@ export function skewedClock(ms: number): string[] {
     globalThis.Date = class extends Date { constructor(...a) { a.length ? super(...a) : super(N() + ${ms}); } };`;
   return ["--preload", `data:text/javascript,${encodeURIComponent(code)}`];
 }
+
+/** Arguments for `deno run` that have a script's time limits pass so many times as fast. */
+export function fastClock(times: number): string[] {
+  const code =
+    `const now = performance.now.bind(performance); performance.now = () => ${times} * now();`;
+  return ["--preload", `data:text/javascript,${encodeURIComponent(code)}`];
+}

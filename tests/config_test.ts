@@ -120,34 +120,6 @@ Deno.test("a process whose parent is gone before it could look ends all the same
   assertEquals(code, 0);
 });
 
-const scripts = ["worker", "controller", "web", "recover", "migrate", "dev", "schema_check"]
-  .map((name) => `${name}.ts`);
-const tools = ["enqueue", "key", "simulate", "stats", "chaos", "bench"].map((name) =>
-  `tools/${name}.ts`
-);
-for (const script of [...scripts, ...tools]) {
-  Deno.test(`${script} answers --help with an example and --version, and refuses unknown flags with 2`, async () => {
-    const run = async (...args: string[]) => {
-      const path = new URL(`../${script}`, import.meta.url);
-      const { code, stdout, stderr } = await new Deno.Command(Deno.execPath(), {
-        args: ["run", "-A", "--quiet", path.href, ...args],
-      }).output();
-      const decoder = new TextDecoder();
-      return { code, out: decoder.decode(stdout), err: decoder.decode(stderr) };
-    };
-    const help = await run("--help");
-    assertEquals(help.code, 0);
-    assert(/^Example: .*deno task/m.test(help.out), help.out);
-    const version = await run("--version");
-    assertEquals([version.code, version.out.trim().split(" ")[1]], [0, config.VERSION]);
-    const unknown = await run("--nonsense");
-    assertEquals(unknown.code, 2);
-    assert(unknown.err.includes("--nonsense"), unknown.err);
-    const words = await run("transcribe", "extra");
-    assertEquals(words.code, 2, words.err);
-  });
-}
-
 Deno.test("?prepare= in the connection string is true or false, and false counts over the setting", () => {
   const url = "postgres://nobody@127.0.0.1:1/none";
   assertThrows(
