@@ -23,11 +23,11 @@ const FORMS: [RegExp, string][] = [
   // To the end of the line: a password may hold what is not allowed in a URL.
   [/\bpostgres(?:ql)?:\/\/.*/g, `postgres://${HIDDEN}`],
   [/\b([a-z][a-z0-9+.-]{1,30}:\/\/)[^\s/?#"'<>]+@/gi, `$1${HIDDEN}@`],
-  // "password": "…", Authorization: Bearer …, ?api_key=…, and all of these in quotes within quotes.
+  // "password": "…", Authorization: Bearer …, ?api_key=…; JSON within JSON has its quotes as \".
   [
     new RegExp(
       `([\\w-]{0,40}(?:${NAMES})[\\w-]{0,40}["'\\\\]*\\s*[:=]\\s*)(?:(?:bearer|basic)\\s+)?` +
-        `(?:\\\\*"(?:[^"\\\\]|\\\\[^"])*\\\\*"|'[^']*'|(?:[^\\s"'&\\\\]|\\\\(?!["']))+)`,
+        `(?:(\\\\*)"[^]*?(?:(?<!\\\\)\\2"|$)|'[^']*(?:'|$)|(?:[^\\s"'&\\\\]|\\\\(?!["']))+)`,
       "gi",
     ),
     `$1${HIDDEN}`,

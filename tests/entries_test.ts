@@ -99,7 +99,7 @@ Deno.test("each says at its start what its flags and variables set, without secr
     const code = await process.ended;
     const [first, ...more] = process.log().trim().split("\n");
     assertEquals(code, 3, process.log());
-    assert(first.includes(`${nameOf(entry)}: `), first);
+    assert(new RegExp(`\\b${nameOf(entry)}\\b`).test(first), first);
     assertStringIncludes(first, "--database-url …");
     if (script !== "migrate.ts" && script !== "tools/doctor.ts") {
       assertStringIncludes(first, "--statement-limit-ms 4321");
