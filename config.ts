@@ -4,10 +4,11 @@
 import { parseArgs } from "@std/cli";
 import { z } from "zod";
 import { describe, isTransient, parameterOf, pause, poolerMistake, schemaProblem } from "./db.ts";
+import { flagOf, helpText, kebab, lineOf, variable } from "./help.ts";
 import { identify, type Level, logger, sayLast, setUpLog as setUp } from "./log.ts";
-import { hide, redactText } from "./redact.ts";
+import { hide } from "./redact.ts";
 
-export { identify, logger };
+export { flagOf, identify, logger };
 
 /** The version of this code, in logs and in the table processes. */
 export const VERSION = "0.1.0";
@@ -171,12 +172,6 @@ export const settings = {
 
 type Values<S> = { [K in keyof S]: S[K] extends Setting<infer T> ? T : never };
 
-/** The flag of a setting, as it is typed. */
-export const flagOf = (name: string) => `--${kebab(name)}`;
-const kebab = (name: string) => name.replace(/[A-Z]/g, (c) => `-${c.toLowerCase()}`);
-const variable = (name: string, setting: Setting<unknown>) =>
-  setting.variable ?? `SIDING_${kebab(name).replaceAll("-", "_").toUpperCase()}`;
-
 /** What a script is called, does and takes. */
 export interface Program {
   name: string;
@@ -184,18 +179,9 @@ export interface Program {
   /** How it is called, after its name. */
   usage?: string;
   example: string;
-  /** What its exit codes mean, where that is not what {@linkcode EXIT_CODES} says; null: it has none such. */
+  /** What its exit codes mean, where that is not what help.ts says; null: it has none such. */
   exits?: Record<number, string | null>;
 }
-
-/** What the exit codes of scripts mean. */
-const EXIT_CODES: Record<number, string> = {
-  0: "done",
-  1: "failure",
-  2: "usage: a flag, a variable or an argument is wrong or missing",
-  3: "the database could not be reached",
-  130: "stopped by a second signal",
-};
 
 /**
  * Reads a script's flags and variables. `--help` and `--version` are answered here.
@@ -271,32 +257,6 @@ export function configuration<S extends Record<string, Setting<unknown>>>(
 /** The script that this process runs, and its settings in one line; null within a test. */
 let script: { name: string; settings: string } | null = null;
 
-/** Settings as they would be given, without secrets. @param changed only those that are not as by default */
-function lineOf(
-  spec: Record<string, Setting<unknown>>,
-  values: Record<string, unknown>,
-  changed = false,
-): string {
-  const told = Object.entries(spec).filter(([name, { fallback }]) => {
-    const value = values[name];
-    if (value === undefined || value === null || value === false && fallback === false) {
-      return false;
-    }
-    return !(changed && value === fallback) && !(Array.isArray(value) && value.length === 0);
-  });
-  return told.map(([name, { secret, many }]) => {
-    const value = values[name];
-    if (secret) return `${flagOf(name)} …`;
-    if (value === true) return flagOf(name);
-    if (value === false) return `${flagOf(name)}=false`;
-    const items = many ? value as unknown[] : [value];
-    return items.map((item) => {
-      const text = redactText(item instanceof Date ? item.toISOString() : String(item));
-      return `${flagOf(name)} ${/^[\w.,:\/@+-]+$/.test(text) ? text : JSON.stringify(text)}`;
-    }).join(" ");
-  }).join(" ");
-}
-
 /** Ties each flag to its value, which may begin with a dash, such as -3. */
 function withValues(
   args: readonly string[],
@@ -316,39 +276,6 @@ function withValues(
     tied.push(`${args[i++]}=${value}`);
   }
   return tied;
-}
-
-function helpText(program: Program, spec: Record<string, Setting<unknown>>): string {
-  const lines = Object.entries(spec).map(([name, setting]) => {
-    const flag = `--${kebab(name)}${setting.boolean ? "" : " …"}`;
-    const fallback = setting.fallback;
-    const shown = fallback === undefined || fallback === null || fallback === false ||
-        (Array.isArray(fallback) && fallback.length === 0)
-      ? ""
-      : ` (${fallback})`;
-    return { setting, line: `  ${flag.padEnd(26)} ${setting.help}${shown}` };
-  });
-  const some = (title: string, of: (setting: Setting<unknown>) => boolean) => {
-    const these = lines.filter(({ setting }) => of(setting)).map(({ line }) => line);
-    return these.length > 0 ? [title, ...these, ""] : [];
-  };
-  return [
-    `${program.summary}`,
-    "",
-    `Usage: deno task ${program.name} ${program.usage ?? "[flags]"}`,
-    "",
-    ...some("Flags:", ({ flagOnly }) => !!flagOnly),
-    ...some(
-      "Settings, by flag or by variable; --poll-max-ms is SIDING_POLL_MAX_MS:",
-      (s) => !s.flagOnly,
-    ),
-    "Exit codes:",
-    ...Object.entries({ ...EXIT_CODES, ...program.exits })
-      .filter(([, meaning]) => meaning !== null)
-      .map(([code, meaning]) => `  ${code.padEnd(4)} ${meaning}`),
-    "",
-    `Example: ${program.example}`,
-  ].join("\n");
 }
 
 /** The database's URL, which most scripts cannot do without. */

@@ -26,18 +26,20 @@ export interface RunningSite extends Script {
  *
  * @param args more flags, such as `--submits-per-minute 5`
  * @param env more variables, such as SIDING_WEBHOOK_SECRET
+ * @param denoArgs more flags of `deno run`
  */
 export async function startSite(
   url: string,
   args: string[] = [],
   env: Record<string, string> = {},
+  denoArgs: string[] = [],
 ): Promise<RunningSite> {
   const script = startScript("web.ts", ["--port", "0", "--host", "127.0.0.1", ...args], {
     DATABASE_URL: url,
     SIDING_ADMIN_TOKEN: secrets.admin,
     SIDING_SESSION_SECRET: secrets.session,
     ...env,
-  }, ["--v8-flags=--optimize-for-size"]); // as `deno task web` does
+  }, ["--v8-flags=--optimize-for-size", ...denoArgs]); // as `deno task web` does
   const port = await portOf(script);
   const address = `http://127.0.0.1:${port}`;
   return {

@@ -156,6 +156,42 @@ test("Sentry is told, where its DSN is set", async (sql, url) => {
   assert(!site.log().includes("0123456789abcdef"), site.log());
 });
 
+/** Has a process say when Sentry's module is loaded: it marks the global object. */
+const SENTRY_WATCH =
+  `Object.defineProperty(globalThis, "__SENTRY__", { configurable: true, set(value) {
+  console.error("Sentry is loaded");
+  Object.defineProperty(globalThis, "__SENTRY__", { value, writable: true });
+} });`;
+
+test("Sentry is not loaded where its DSN is not set, and is told no secret", async (sql, url) => {
+  await using people = receiver();
+  await using sentry = receiver();
+  const error = "https://ann:planted@host/?api_key=planted said: Authorization: Bearer planted, " +
+    'and {"password": "planted"}';
+  await sql`
+    insert into ${sql(schema)}.schedules (name, cron, time_zone, kind, error, error_at)
+    values ('nightly', '0 2 * * *', 'UTC', 'echo', ${error}, now())`;
+  const dsn = `http://0123456789abcdef0123456789abcdef@${sentry.host}/42`;
+  const settings: Record<string, string>[] = [{ ALERT_WEBHOOK_URL: people.url }, {
+    SENTRY_DSN: dsn,
+  }];
+  for (const env of settings) {
+    await sql`update ${sql(schema)}.alerts set told = false, unwell = 0`;
+    await using site = await startSite(url, quick, env, [
+      "--preload",
+      `data:text/javascript,${encodeURIComponent(SENTRY_WATCH)}`,
+    ]);
+    await waitFor(async () => (await alert(sql)).told, "it to be told");
+    assertEquals(site.log().includes("Sentry is loaded"), "SENTRY_DSN" in env);
+    assert(!/planted|hook-with|0123456789abcdef/.test(site.log()), site.log());
+  }
+  assertEquals([people.got.length, sentry.got.length], [1, 1]);
+  for (const { body } of [...people.got, ...sentry.got]) {
+    assertStringIncludes(body, 'schedule_failing: schedule \\"nightly\\": https://…@host/');
+    assert(!/planted|postgres:/.test(body), body);
+  }
+});
+
 test("what was submitted under an Idempotency-Key is forgotten after a day", async (sql, url) => {
   const t = sql(schema);
   await sql`insert into ${t}.submissions (owner, key, fingerprint, created_at)

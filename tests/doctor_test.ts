@@ -632,7 +632,7 @@ databaseTest("its exit codes and its JSON", async (sql, url) => {
     doctor(url, "--watch-s", "0"),
     doctor("postgres://nobody:hush@127.0.0.1:1/none"),
   ]);
-  assertEquals([text.code, text.stderr], [0, ""]);
+  assertEquals([text.code, text.stderr], [0, "doctor: --database-url … --watch-s 1\n"]);
   assertStringIncludes(text.stdout, "It is well.");
   assertEquals(usage.code, 2);
   assertStringIncludes(usage.stderr, '--watch-s is "0"');

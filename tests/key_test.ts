@@ -12,7 +12,7 @@ test(
   "a key is shown once, is good until it is revoked, and is kept as a hash alone",
   async (sql, url) => {
     const made = await run(url, "create", "acme", "--name", "their site");
-    assertEquals([made.code, made.stderr], [0, ""]);
+    assertEquals([made.code, made.stderr], [0, 'key: --database-url … --name "their site"\n']);
     const key = made.stdout.trim();
     assertMatch(key, /^siding_1_[\w-]{43}$/);
     assertEquals((await findKey(sql, key))?.owner, "acme");

@@ -2,7 +2,7 @@
 import { assert, assertEquals, assertMatch, assertStringIncludes } from "@std/assert";
 import { hide, redact, redactText } from "../redact.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
-import { startScript, startWorker } from "./processes.ts";
+import { startWorker } from "./processes.ts";
 import * as queue from "../queue.ts";
 
 const P = "planted";

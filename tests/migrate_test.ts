@@ -212,7 +212,7 @@ test(
     assertEquals(await run("migrate.ts", ["--check"], env), {
       code: 0,
       out: "up to date\n",
-      err: "",
+      err: "migrate: SIDING_SCHEMA=other_place --database-url … --check\n",
     });
     const enqueued = await run("tools/enqueue.ts", ["transcribe"], env);
     assertEquals([enqueued.code, enqueued.out], [0, "1\n"]);

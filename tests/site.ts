@@ -8,8 +8,18 @@ export type { RunningSite } from "../dev/site.ts";
 export const adminToken = secrets.admin;
 
 /** Starts web.ts with the tests' kinds. `args` and `env`: more flags and variables. */
-export const startSite = (url: string, args: string[] = [], env: Record<string, string> = {}) =>
-  start(url, ["--jobs", fileURLToPath(new URL("kinds.ts", import.meta.url)), ...args], env);
+export const startSite = (
+  url: string,
+  args: string[] = [],
+  env: Record<string, string> = {},
+  denoArgs: string[] = [],
+) =>
+  start(
+    url,
+    ["--jobs", fileURLToPath(new URL("kinds.ts", import.meta.url)), ...args],
+    env,
+    denoArgs,
+  );
 
 /** A key of an owner's, as text. */
 export const keyOf = async (sql: Pool, owner: string) => (await createKey(sql, owner)).key;

@@ -198,7 +198,7 @@ databaseTest("stats prints tables, or one JSON object", async (sql, url) => {
     ...{ agoS: 1000, running: 2, busy: 1, act: "written", wanted: 4, reason: "3 jobs wait" },
   });
   const text = await run(url, "--since", "30m");
-  assertEquals([text.code, text.stderr], [0, ""]);
+  assertEquals([text.code, text.stderr], [0, "stats: --database-url … --since 30m\n"]);
   for (
     const line of [
       /^the last 30m, from \S+Z to \S+Z$/m,

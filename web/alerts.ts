@@ -7,7 +7,7 @@
  */
 import * as config from "../config.ts";
 import { describe, schema, type Sql } from "../db.ts";
-import { redact } from "../redact.ts";
+import { redact, redactText } from "../redact.ts";
 import { type Code, codesOf, judge, type Judgement } from "./health.ts";
 import type { Site } from "./site.ts";
 
@@ -102,9 +102,8 @@ async function tell(
 ): Promise<boolean> {
   const { alertWebhookUrl, sentryDsn } = site.settings;
   const unwell = codes.length > 0;
-  const text = unwell
-    ? `Siding is unwell: ${reasons.map(({ code, message }) => `${code}: ${message}`).join("; ")}`
-    : "Siding is well again";
+  const why = reasons.map(({ code, message }) => `${code}: ${message}`).join("; ");
+  const text = unwell ? `Siding is unwell: ${redactText(why)}` : "Siding is well again";
   log[unwell ? "error" : "info"]("{text}", { text });
   const sentry = !sentryDsn || await tellSentry(sentryDsn, text, unwell);
   // Sentry, which knows what it was told before, may be told again with the other.
