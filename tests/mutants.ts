@@ -559,14 +559,19 @@ const mutants: Mutant[] = [
   },
   {
     invariant: "I14",
-    what: "an alert's receiver in the log",
+    what: "a log line as it came",
+    file: "log.ts",
+    cut: ["format!(withoutSecrets(record))", "format!(record)"],
+    test: "log_test.ts",
+    filter: "elsewhere it is a text",
+  },
+  {
+    invariant: "I14",
+    what: "an alert as it came",
     file: "web/alerts.ts",
-    cut: [
-      'error instanceof DOMException ? error.name : "no connection"',
-      "String((error as Error).cause)",
-    ],
+    cut: ["redactText(why)", "why"],
     test: "alerts_test.ts",
-    filter: "has not its secret",
+    filter: "is told no secret",
   },
   {
     invariant: "I10",
