@@ -4,6 +4,7 @@ import { type Pool, schema } from "../db.ts";
 import { startProxy } from "../dev/proxy.ts";
 import * as processes from "../processes.ts";
 import * as queue from "../queue.ts";
+import { setSchedule } from "../schedules.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
 import { adminToken, keyOf, type RunningSite, startSite } from "./site.ts";
 
@@ -212,6 +213,24 @@ test("jobs in review, and missing migrations, are reasons", async (sql, url) => 
   await sql`delete from ${sql(schema)}.migrations
     where number = (select max(number) from ${sql(schema)}.migrations)`;
   await reasons(site, "migrations_behind");
+});
+
+test("a schedule that is in error, or that nobody keeps, is a reason", async (sql, url) => {
+  await using site = await startSite(url);
+  const s = sql(schema);
+  await setSchedule(sql, "nightly", { cron: "0 2 * * *", kind: "echo" });
+  await reasons(site);
+  await sql`update ${s}.schedules set next_at = now() - interval '400 seconds'`;
+  const late = await reasons(site, "schedule_failing");
+  assertMatch(late.messages![0].message, /schedule "nightly": its tick is 40\d s late/);
+  await sql`
+    update ${s}.schedules set next_at = now(), error = 'the queue is full', error_at = now()`;
+  await waitFor(async () => {
+    const { messages } = await reasons(site, "schedule_failing");
+    return messages![0].message === 'schedule "nightly": the queue is full';
+  }, "its error");
+  await sql`update ${s}.schedules set enabled = false`;
+  await reasons(site);
 });
 
 test(

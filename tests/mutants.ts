@@ -927,6 +927,55 @@ const mutants: Mutant[] = [
     test: "gather_test.ts",
     filter: "a caller at fault",
   },
+  {
+    invariant: "I10",
+    what: "schedules: a tick that may be enqueued twice",
+    file: SQL,
+    cut: [
+      "values (schedule, s.next_at, 'enqueued') on conflict do nothing;\n      if found then",
+      "values (schedule, s.next_at, 'enqueued') on conflict do nothing;\n      if true then",
+    ],
+    test: "schedules_test.ts",
+    filter: "not enqueued twice",
+  },
+  {
+    invariant: "I10",
+    what: "schedules: a step from a version that is gone",
+    file: SQL,
+    cut: ["and one.version = seen and one.enabled", "and one.enabled"],
+    test: "schedules_test.ts",
+    filter: "is let be",
+  },
+  {
+    invariant: "I10",
+    what: "schedules: a step that is taken however old it is",
+    file: SQL,
+    cut: [
+      "to_timestamp(seen_ms / 1000) + interval '10 seconds'",
+      "to_timestamp(seen_ms / 1000) + interval '1 day'",
+    ],
+    test: "schedules_test.ts",
+    filter: "was frozen adds none",
+  },
+  {
+    invariant: "I5",
+    what: "schedules: what is due by the worker's clock",
+    file: "schedules.ts",
+    cut: [
+      "s.next_at <= now())",
+      "s.next_at <= to_timestamp(${Date.now()}::float8 / 1000))",
+    ],
+    test: "schedules_test.ts",
+    filter: "clock is ten minutes off",
+  },
+  {
+    invariant: "I15",
+    what: "schedules: one that cannot be kept stops the others",
+    file: SQL,
+    cut: ["if sqlstate ~ '^(40|53|55|57|58)' then", "if true then"],
+    test: "schedules_test.ts",
+    filter: "stops no other",
+  },
 ];
 
 async function main(words: string[]): Promise<number> {

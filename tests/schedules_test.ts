@@ -18,7 +18,8 @@ import {
 } from "../schedules.ts";
 import { databaseTest as test, waitFor } from "./database.ts";
 import { kinds } from "./kinds.ts";
-import { skewedClock, startWorker } from "./processes.ts";
+import { runScript, skewedClock, startWorker } from "./processes.ts";
+import { fileURLToPath } from "node:url";
 
 const SILENT_S = 45;
 const keep = (sql: Pool) => keepSchedules(via(sql), kinds, SILENT_S);
@@ -409,3 +410,45 @@ test(
     assertEquals((await jobs(sql)).length, 3);
   },
 );
+
+test("deno task schedule sets, lists, pauses, resumes and removes", async (sql, url) => {
+  const jobs = fileURLToPath(new URL("kinds.ts", import.meta.url));
+  const run = async (...args: string[]) => {
+    const { code, stdout, stderr } = await runScript(
+      "tools/schedule.ts",
+      args,
+      { DATABASE_URL: url, SIDING_JOBS: jobs },
+    );
+    return [code, (stdout + stderr).trim()] as const;
+  };
+  const set = ["set", "nightly", "--cron", "0 2 * * *", "--zone", "Europe/Berlin", "--kind"];
+  const [code, said] = await run(...set, "number", "--payload", "5", "--priority", "-3");
+  assertEquals(code, 0);
+  assertMatch(
+    said,
+    /^nightly: number at 0 2 \* \* \* Europe\/Berlin\n {2}next (\d{4}-\d\d-\d\d 0[23]:00(, )?){3}$/,
+  );
+  const [, text] = await run("list", "--json");
+  const { items } = JSON.parse(text);
+  assertEquals([items[0].payload, items[0].priority, items[0].next.length], [5, -3, 3]);
+  const paused = "nightly: number at 0 2 * * * Europe/Berlin, paused";
+  assertEquals(await run("pause", "nightly"), [0, paused]);
+  assertEquals((await view(sql, "nightly")).enabled, false);
+  assertEquals((await run("resume", "nightly"))[0], 0);
+  assertEquals((await view(sql, "nightly")).enabled, true);
+  const refusals: [number, RegExp, string[]][] = [
+    [2, /payload: .*expected number/, [...set, "number", "--payload", '"five"']],
+    [2, /unknown kind "nothing"/, [...set, "nothing"]],
+    [2, /time_zone is "Mars"/, [...set, "echo", "--zone", "Mars"]],
+    [2, /--missed is "later": it must be run_once or skip/, [...set, "echo", "--missed", "later"]],
+    [2, /list takes no --cron/, ["list", "--cron", "0 2 * * *"]],
+    [1, /there is no schedule "weekly"/, ["pause", "weekly"]],
+  ];
+  const refused = await Promise.all(refusals.map(([, , args]) => run(...args)));
+  for (const [i, [expected, message]] of refusals.entries()) {
+    assertEquals(refused[i][0], expected, refused[i][1]);
+    assertMatch(refused[i][1], message);
+  }
+  assertEquals(await run("remove", "nightly"), [0, "schedule nightly is removed"]);
+  assertEquals(await listSchedules(sql), []);
+});
