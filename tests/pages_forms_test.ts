@@ -2,6 +2,7 @@
 import { assert, assertEquals, assertMatch } from "@std/assert";
 import { schema, type Sql } from "../db.ts";
 import { enqueue, setQueue } from "../queue.ts";
+import { listSchedules, setSchedule } from "../schedules.ts";
 import { databaseTest as test } from "./database.ts";
 import { adminToken, keyOf, type RunningSite, startSite } from "./site.ts";
 
@@ -53,6 +54,7 @@ test(
         sql(schema)
       }.queues q) as text
       from ${sql(schema)}.jobs j`)[0].text;
+    await setSchedule(sql, "nightly", { cron: "0 2 * * *", kind: "echo" });
     const before = await state();
     const me = await signedIn(site);
     const other = await signedIn(site);
@@ -64,6 +66,7 @@ test(
       `/jobs/${failed}`,
       "/review",
       "/queues",
+      "/schedules",
       "/submit?kind=echo",
     ];
     const actions = new Set<string>();
@@ -101,12 +104,32 @@ test(
         "/review/3/requeue",
         "/review/3/fail",
         "/queues",
+        "/schedules",
         "/submit",
       ]),
     );
     assertEquals(await state(), before);
   },
 );
+
+test("the admin pauses and resumes a schedule, and nobody else sees any", async (sql, url) => {
+  await using site = await startSite(url);
+  await setSchedule(sql, "nightly", { cron: "0 2 * * *", kind: "echo" });
+  const me = await signedIn(site);
+  const post = async (fields: Record<string, string>) =>
+    await ended(await me.post("/schedules", fields));
+  const enabled = async () => (await listSchedules(sql))[0].enabled;
+  assertEquals(await post({ name: "nightly", do: "pause" }), 303);
+  assertEquals(await enabled(), false);
+  assertEquals(await post({ name: "nightly", do: "resume" }), 303);
+  assertEquals(await enabled(), true);
+  assertEquals(await post({ name: "weekly", do: "pause" }), 404);
+  assertEquals(await post({ name: "nightly", do: "remove" }), 422);
+  const owner = await signedIn(site, await keyOf(sql, "acme"));
+  assertEquals(await ended(await owner.ask("/schedules")), 404);
+  assertEquals(await ended(await owner.post("/schedules", { name: "nightly", do: "pause" })), 404);
+  assertEquals(await enabled(), true);
+});
 
 test("a file of a form that is not of this session is not stored", async (sql, url) => {
   await using site = await startSite(url);
