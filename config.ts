@@ -1,5 +1,6 @@
 /**
- * Flags and variables to one typed, checked object; and how an entry script starts and ends. The flag `--poll-max-ms` is the variable SIDING_POLL_MAX_MS; the flag wins.
+ * Flags and variables to one typed, checked object; and how an entry script starts and ends. The flag
+ * `--poll-max-ms` is the variable SIDING_POLL_MAX_MS; the flag wins.
  */
 import { parseArgs } from "@std/cli";
 import { z } from "zod";
