@@ -419,7 +419,7 @@ test("deno task schedule sets, lists, pauses, resumes and removes", async (sql, 
       args,
       { DATABASE_URL: url, SIDING_JOBS: jobs },
     );
-    return [code, (stdout + stderr).trim()] as const;
+    return [code, (code === 0 ? stdout : stderr).trim()] as const;
   };
   const set = ["set", "nightly", "--cron", "0 2 * * *", "--zone", "Europe/Berlin", "--kind"];
   const [code, said] = await run(...set, "number", "--payload", "5", "--priority", "-3");
