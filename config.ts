@@ -242,7 +242,7 @@ export function configuration<S extends Record<string, Setting<unknown>>>(
       values[name] = setting.parse(value);
     } catch {
       const source = given === undefined ? variable(name, setting) : `--${flag}`;
-      const shown = setting.secret ? "" : ` is "${value}"`;
+      const shown = setting.secret ? " will not do" : ` is "${value}"`;
       throw new UsageError(`${source}${shown}: ${setting.rule}`);
     }
   }
@@ -338,6 +338,16 @@ export function exitCode(error: unknown): number {
 /** One Ctrl-C comes twice where `deno task` passes on what the terminal sends to all (seen: within 6 ms). */
 const SAME_SIGNAL_MS = 500;
 
+/** What comes of an error that nothing caught: the end, with its stack where the log is. */
+let uncaught = (name: string, error: unknown): void => {
+  sayLast(name, `uncaught: ${Deno.inspect(error, { colors: false })}`);
+  Deno.exit(1);
+};
+
+/** Has a script go on after an error that nothing caught. */
+export const surviveUncaught = (say: (error: unknown) => void): void =>
+  void (uncaught = (_, error) => say(error));
+
 /**
  * Runs a script's `main` to the end of the process. The first SIGTERM or SIGINT aborts `signal`,
  * upon which `main` comes to an end in its own time; the second ends the process at once (130).
@@ -358,11 +368,15 @@ export async function runMain(
     } else if (performance.now() - stoppedAtMs > SAME_SIGNAL_MS) Deno.exit(130);
   };
   for (const signal of ["SIGTERM", "SIGINT"] as const) Deno.addSignalListener(signal, onSignal);
-  // postgres.js 3.4.9 may throw where nobody can catch it when a connection ends while a write to
-  // it is pending. Its statement fails, or is given up, all the same.
-  addEventListener("error", (event) => {
-    if (/at Immediate\.nextWrite .*postgres/.test(event.error?.stack ?? "")) event.preventDefault();
-  });
+  for (const kind of ["unhandledrejection", "error"] as const) {
+    addEventListener(kind, (event) => {
+      event.preventDefault();
+      const error = "reason" in event ? event.reason : (event as ErrorEvent).error;
+      // postgres.js 3.4.9 may throw where nobody can catch it when a connection ends while a write to
+      // it is pending. Its statement fails, or is given up, all the same.
+      if (!/at Immediate\.nextWrite .*postgres/.test(error?.stack ?? "")) uncaught(name, error);
+    });
+  }
   // A process that another started for itself ends when that one is gone, however it went. It is told
   // the other's id: by now that one may be gone already.
   const parent = Number(Deno.env.get("SIDING_END_WITH_PARENT") || 0);

@@ -12,10 +12,22 @@ const MIN_LENGTH = 12;
 /** What the names of secrets contain: of fields, headers, variables and parameters of a URL. */
 const NAMES =
   "pass(?:word|wd|phrase|code)|pwd|secret|token|credential|authori[sz]ation|cookie|jwt|" +
-  "signature|(?:api|access|private|signing|encryption)[_-]?key|dsn|(?:database|webhook)[_-]?url|" +
-  "connection[_-]?string";
-const isSecretName = (name: string) =>
-  new RegExp(NAMES, "i").test(name) || /^(x-)?auth$/i.test(name);
+  "signature|(?:api|access|account|auth|private|signing|encryption)[_-]?key|dsn|\\bauth\\b|" +
+  "(?:database|webhook)[_-]?url|connection[_-]?string";
+const isSecretName = (name: string) => new RegExp(NAMES, "i").test(name);
+
+/** What stands between a name and its value: "a": 1, a=1, a => 1, ["a", 1]. */
+const BETWEEN = `["'\\\\]*\\s*(?:[:=]>?|(?<=["']\\s*),)\\s*`;
+/** What is in brackets, which may hold some more. */
+const within = (open: string, close: string) =>
+  `${open}(?:[^${open}${close}]|${open}[^${open}${close}]*${close})*(?:${close}|$)`;
+/** A value: in quotes (JSON within JSON has them as \"), in brackets (to the end, where there are many), or a word. */
+const VALUE = [
+  `(\\\\*)"[^]*?(?:(?<!\\\\)\\2"|$)`,
+  `'[^']*(?:'|$)`,
+  ...[within("\\[", "\\]"), within("\\{", "\\}"), "[[{][^]*"],
+  `(?:[^\\s"'&\\\\]|\\\\(?!["']))+`,
+].join("|");
 
 /** Forms by which a secret is known, and what is left of it. The first that fits comes first. */
 const FORMS: [RegExp, string][] = [
@@ -23,11 +35,12 @@ const FORMS: [RegExp, string][] = [
   // To the end of the line: a password may hold what is not allowed in a URL.
   [/\bpostgres(?:ql)?:\/\/.*/g, `postgres://${HIDDEN}`],
   [/\b([a-z][a-z0-9+.-]{1,30}:\/\/)[^\s/?#"'<>]+@/gi, `$1${HIDDEN}@`],
-  // "password": "…", Authorization: Bearer …, ?api_key=…; JSON within JSON has its quotes as \".
+  // A header's value is the rest of its line, whatever the scheme, however many cookies.
+  [/((?:authori[sz]ation|cookie)\s*:[^\S\n]*)(?=[\w-]).+/gi, `$1${HIDDEN}`],
+  // "password": "…", ?api_key=…, AUTH_TOKEN=…
   [
     new RegExp(
-      `([\\w-]{0,40}(?:${NAMES})[\\w-]{0,40}["'\\\\]*\\s*[:=]\\s*)(?:(?:bearer|basic)\\s+)?` +
-        `(?:(\\\\*)"[^]*?(?:(?<!\\\\)\\2"|$)|'[^']*(?:'|$)|(?:[^\\s"'&\\\\]|\\\\(?!["']))+)`,
+      `([\\w-]{0,40}(?:${NAMES})[\\w-]{0,40}${BETWEEN})(?:(?:bearer|basic)\\s+)?(?:${VALUE})`,
       "gi",
     ),
     `$1${HIDDEN}`,

@@ -84,13 +84,9 @@ export async function main(args: string[], signal: AbortSignal): Promise<number>
   });
   if (!worker) return 0;
   // What one job's function left to fail on its own must not end the others.
-  for (const kind of ["unhandledrejection", "error"] as const) {
-    addEventListener(kind, (event) => {
-      event.preventDefault();
-      const error = describe("reason" in event ? event.reason : (event as ErrorEvent).error);
-      log.error("a job's code left an error uncaught: {error}", { error });
-    });
-  }
+  config.surviveUncaught((error) =>
+    log.error("a job's code left an error uncaught: {error}", { error: describe(error) })
+  );
   const { leases, db, files } = worker;
   const over = new AbortController();
   let passes = 0;

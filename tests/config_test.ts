@@ -74,7 +74,7 @@ Deno.test("what is wrong is named, with its value and the rule", () => {
     assertThrows(() => read(), config.UsageError, 'SIDING_POLL_MAX_MS is "soon": it must be');
   });
   const { message } = assertThrows(() => read("--database-url", "mysql://u:secret@h/d"));
-  assert(message.includes("--database-url: it must begin with postgres://"), message);
+  assert(message.includes("--database-url will not do: it must begin with postgres://"), message);
   assert(!message.includes("secret"), "a URL may hold a password");
 });
 

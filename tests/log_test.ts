@@ -17,12 +17,22 @@ Deno.test("a text is logged without the secrets in it, and otherwise as it was",
     [`at postgres://u:${P} ${P}@[bad/x`]: "at postgres://…",
     [`Authorization: Bearer ${P}`]: "Authorization: …",
     [`"authorization":"Basic ${P}==" ok`]: `"authorization":… ok`,
-    [`cookie: siding_session=${P}`]: "cookie: …",
+    [`Authorization: Token ${P}, sent`]: "Authorization: …",
+    [`Authorization: Digest username="ann", response="${P}"\nHost: h`]: "Authorization: …\nHost: h",
+    [`cookie: theme=dark; siding_session=${P}; n=1`]: "cookie: …",
+    [`headers: { authorization: [ 'Bearer ${P}' ], accept: 'a' }`]:
+      "headers: { authorization: …, accept: 'a' }",
     [`Project-Access-Token: ${P}`]: "Project-Access-Token: …",
     [`sent bearer ${P}.123`]: "sent bearer …",
     [`{"password": "two ${P} words", "title": "Song"}`]: `{"password": …, "title": "Song"}`,
     [`{\\"secret\\":\\"${P}\\",\\"n\\":1}`]: `{\\"secret\\":…,\\"n\\":1}`,
     [`{"clientSecret":"${P}\\"${P}"}`]: `{"clientSecret":…}`,
+    [`{"credentials":{"user":"ann","keys":{"a":"${P}"},"b":"${P}"},"n":1}`]:
+      `{"credentials":…,"n":1}`,
+    [`{"secrets":{"a":{"b":{"c":1},"d":"${P}"},"e":"${P}"}}`]: `{"secrets":…`,
+    [`{"tokens":["${P}",["${P}"]],"n":1}`]: `{"tokens":…,"n":1}`,
+    [`["x-api-key", "${P}"]`]: `["x-api-key", …]`,
+    [`{ password => '${P}' }`]: "{ password => … }",
     [`password="never closed ${P}`]: "password=…",
     [`passwd='two ${P} words' user=ann`]: "passwd=… user=ann",
     [`SIDING_ADMIN_TOKEN=${P}`]: "SIDING_ADMIN_TOKEN=…",
@@ -52,8 +62,8 @@ Deno.test("a secret that this process was given is hidden wherever it turns up",
 Deno.test("fields that are named like secrets are hidden, however deep, and others are not", () => {
   const names =
     "token accessToken x-api-key apikey API_KEY password userPassword passphrase secret " +
-    "clientSecret authorization Proxy-Authorization set-cookie credentials privateKey private_key " +
-    "DATABASE_URL webhook_url SENTRY_DSN connectionString jwt";
+    "clientSecret authorization auth X-Auth accountKey Proxy-Authorization set-cookie credentials " +
+    "privateKey private_key DATABASE_URL webhook_url SENTRY_DSN connectionString jwt";
   for (const name of names.split(" ")) {
     assertEquals(redact({ a: [{ [name]: P }] }), { a: [{ [name]: "…" }] });
     assertEquals(redact({ [name]: { inner: [P] } }), { [name]: "…" });
@@ -116,7 +126,9 @@ Deno.test("what cannot be read, goes round or goes too deep is logged all the sa
   for (let i = 0; i < 10_000; i++) deep = { deep };
   assert(JSON.stringify(redact(deep)).length < 200);
   const startedMs = performance.now();
-  redactText("token".repeat(20_000) + "a".repeat(100_000) + "\\".repeat(10_000));
+  for (const part of ["token", "token:", '"token":{', '"token":[', '"token",', "cookie: ", "a"]) {
+    redactText(part.repeat(20_000) + "\\".repeat(10_000));
+  }
   assert(performance.now() - startedMs < 5000, "a long text takes no time");
 });
 
@@ -133,10 +145,9 @@ const PLANT = `
   });
   log.error\`with \${error} and \${{ secret: "planted" }}\`;
   log.info("and Authorization: Bearer planted");
-  throw error;
 `;
 
-async function planted(env: Record<string, string>) {
+async function planted(env: Record<string, string>, end = "throw error;") {
   const config = new URL("../config.ts", import.meta.url);
   const path = await Deno.makeTempFile({ suffix: ".ts" });
   try {
@@ -144,7 +155,7 @@ async function planted(env: Record<string, string>) {
       path,
       `
       import * as config from "${config}";
-      await config.runMain("plant", async () => { await config.setUpLog("info"); ${PLANT} });`,
+      await config.runMain("plant", async () => { await config.setUpLog("info"); ${PLANT} ${end} });`,
     );
     const { code, stderr } = await new Deno.Command(Deno.execPath(), {
       args: [
@@ -193,6 +204,19 @@ Deno.test("elsewhere it is a text for people", async () => {
   assertMatch(said, /^ +at .*\.ts:\d+/m);
   assertMatch(said, /^plant: no answer from https:\/\/…@host\/$/m);
 });
+
+for (const how of ["Promise.reject(error)", "setTimeout(() => { throw error; })"]) {
+  Deno.test(`an error that nothing caught ends a script with 1 and is in its log, without secrets: ${how}`, async () => {
+    const end = `${how}; await new Promise((resolve) => setTimeout(resolve, 60_000));`;
+    const text = await planted({}, end);
+    assertMatch(text, /^plant: uncaught: Error: no answer from [^]*inner/m);
+    const json = await planted({ RAILWAY_ENVIRONMENT_ID: "e" }, end);
+    const { level, message } = JSON.parse(json.trim().split("\n").at(-1)!);
+    assertEquals(level, "error");
+    assertMatch(message, /^uncaught: Error: no answer from https:\/\/…@host\/\n +at [^]*inner/);
+    assert(!(text + json).includes("planted"), text + json);
+  });
+}
 
 test(
   "a job's lines in the log name it, its attempt, its worker and its trace",
