@@ -1,6 +1,7 @@
 /**
- * What the README and docs/ say is there, is there: code compiles, statements run, tasks, flags, links and
- * tests exist. What only another machine can run (Railway, Docker) is read by the shell and not run.
+ * What the README and docs/ say is there, is there: code compiles, statements and commands run, tasks,
+ * flags, links and tests exist. What only another machine can run (Railway, Docker) is named below, and
+ * is read by the shell and not run.
  */
 import { assert, assertEquals } from "@std/assert";
 import { fileURLToPath } from "node:url";
@@ -38,10 +39,38 @@ const elsewhere: Record<string, string> = {
   "sql pg-boss": "moving_test.ts",
 };
 
+/** Who runs a shell block, by how it begins: this file, another, or nobody and why. */
+const shell: Record<string, string> = {
+  "deno task recover list  ": "docs_test.ts",
+  "deno task recover retry 4711": "docs_test.ts",
+  "deno task recover  ": "docs_test.ts",
+  "deno task schedule set ": "docs_test.ts",
+  "npx -y deno task demo ": "demo_test.ts",
+  "deno task dev ":
+    "it runs until it is stopped, on data in the checkout; demo_test.ts runs dev.ts",
+  "export SIDING_ADMIN_TOKEN": "api_test.ts",
+  'curl -H "Authorization: Bearer $SIDING_ADMIN_TOKEN"': "health_test.ts",
+  "export RAILWAY_TOKEN": "controller_test.ts",
+  "deno task bench peers": "bench_test.ts",
+  "deno task migrate --check": "adopt_test.ts",
+  'text="It\'s late"': "adopt_test.ts",
+  "mkdir -p work": "adopt_test.ts",
+  "docker ": "it needs Docker",
+  "npx -y deno install ": "it needs Railway",
+  "secret() {": "it needs Railway",
+  "keep controller RAILWAY_TOKEN": "it needs Railway",
+  "for name in web worker controller": "it needs Railway",
+  "curl https://….up.railway.app/health ": "it needs Railway",
+};
+
 /** Runs a command. @returns what it printed, both ways, and its exit code */
-async function run(command: string, args: string[]): Promise<{ code: number; text: string }> {
+async function run(
+  command: string,
+  args: string[],
+  env: Record<string, string> = {},
+): Promise<{ code: number; text: string }> {
   const { code, stdout, stderr } = await new Deno.Command(command, {
-    ...{ args, cwd: root, env: { NO_COLOR: "1" } },
+    ...{ args, cwd: root, env: { NO_COLOR: "1", ...env } },
   }).output();
   const decoder = new TextDecoder();
   return { code, text: decoder.decode(stdout) + decoder.decode(stderr) };
@@ -51,6 +80,15 @@ Deno.test("each block of code is looked at by a test", () => {
   const known = ["ts", "sh", "sql", "json", ...Object.keys(elsewhere)];
   assertEquals(blocks.filter(({ kind }) => !known.includes(kind)), []);
   for (const kind of known) assert(blocksOf(kind).length > 0, `there is no block "${kind}"`);
+  const used = blocksOf("sh").map(({ page, code }) => {
+    const begin = Object.keys(shell).find((begin) => code.startsWith(begin));
+    assert(begin !== undefined, `${page}: who runs this?\n${code}`);
+    return begin;
+  });
+  for (const [begin, by] of Object.entries(shell)) {
+    assert(used.includes(begin), `there is no block that begins "${begin}"`);
+    if (by.endsWith("_test.ts")) Deno.statSync(`${root}tests/${by}`);
+  }
 });
 
 Deno.test("the pages' TypeScript compiles as it stands", async () => {
@@ -67,6 +105,56 @@ Deno.test("the pages' shell commands are such, and their JSON too", async () => 
   }
   for (const { code } of blocksOf("json")) JSON.parse(code);
 });
+
+databaseTest("the pages' commands of the review desk do what they say", async (sql, url) => {
+  const jobs = sql`${sql(schema)}.jobs`;
+  const commands = blocksOf("sh").filter(({ code }) => code.startsWith("deno task recover"))
+    .flatMap(({ code }) => code.trim().split("\n"));
+  assert(commands.length >= 12, commands.join("\n"));
+  for (const command of commands) {
+    // Each finds the jobs that it names as they must be for it.
+    const status = command.includes(" retry ") ? "failed" : "review";
+    await sql`truncate ${jobs} cascade`;
+    await sql`
+      insert into ${jobs} (id, queue, kind, payload, status, error, finished_at, request_key, sent_at)
+      overriding system value
+      select id, 'default', case id when 7 then 'band' else 'transcribe' end, '{}', ${status},
+        case when id = 7 then 'timed out' else 'no such file' end,
+        case when ${status} = 'failed' then now() end,
+        case when ${status} = 'review' then gen_random_uuid() end,
+        case when ${status} = 'review' then now() end
+      from unnest('{7,4711,4712}'::bigint[]) id`;
+    const { code, text } = await run("bash", ["-euc", command], { DATABASE_URL: url });
+    assertEquals(code, 0, `${command}: ${text}`);
+    const after = await sql`select id::text, status from ${jobs} order by id`;
+    const of = (id: string) => after.find((job) => job.id === id)?.status;
+    const [, verb, id] = /recover (resume|requeue|fail) (\d+)/.exec(command) ?? [];
+    if (verb) assertEquals(of(id), verb === "fail" ? "failed" : "queued", command);
+    else if (status === "failed") assert(after.length > 3, `${command}: nothing is tried again`);
+    else assertEquals(after.map((job) => job.status), Array(3).fill("review"), command);
+  }
+});
+
+databaseTest(
+  "the pages' schedule, of a kind of one's own, is made, shown and paused",
+  async (sql, url) => {
+    const jobs = await Deno.makeTempFile({ suffix: ".ts" });
+    try {
+      await Deno.writeTextFile(
+        jobs,
+        `import { z } from "zod"; import { inline } from "file://${root}jobs/kind.ts";
+      export const kinds = { report: inline({ payload: z.object({ days: z.int() }), work: () => 1 }) };`,
+      );
+      const [{ code }] = blocksOf("sh").filter(({ code }) => code.startsWith("deno task schedule"));
+      const said = await run("bash", ["-euc", code], { DATABASE_URL: url, SIDING_JOBS: jobs });
+      assertEquals(said.code, 0, said.text);
+    } finally {
+      await Deno.remove(jobs);
+    }
+    const made = await sql`select name, kind, enabled from ${sql(schema)}.schedules`;
+    assertEquals([...made], [{ name: "nightly", kind: "report", enabled: false }]);
+  },
+);
 
 databaseTest("the pages' SQL runs on the queue's tables", async (sql: Pool) => {
   for (const { page, code } of blocksOf("sql")) {
