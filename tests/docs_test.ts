@@ -51,7 +51,7 @@ const shell: Record<string, string> = {
   "export SIDING_ADMIN_TOKEN": "api_test.ts",
   'curl -H "Authorization: Bearer $SIDING_ADMIN_TOKEN"': "health_test.ts",
   "export RAILWAY_TOKEN": "controller_test.ts",
-  "deno task bench peers": "bench_test.ts",
+  "deno task bench peers": "it takes minutes; bench_test.ts runs a small one",
   "deno task migrate --check": "adopt_test.ts",
   'text="It\'s late"': "adopt_test.ts",
   "mkdir -p work": "adopt_test.ts",
@@ -235,6 +235,16 @@ const anchorsOf = (page: URL): string[] =>
   [...Deno.readTextFileSync(page).matchAll(/^#+ (.+)$/gm)].map(([, heading]) =>
     "#" + heading.toLowerCase().replace(/[^\p{L}\p{N} -]/gu, "").replaceAll(" ", "-")
   );
+
+Deno.test("each invariant of docs/design.md names who keeps it and what shows it", () => {
+  const [, ...invariants] = pages["docs/design.md"].split(/^\*\*(?=I\d+ )/m);
+  assertEquals(invariants.map((text) => /^I\d+/.exec(text)![0]), [
+    ...Array.from({ length: 15 }, (_, i) => `I${i + 1}`),
+  ]);
+  for (const text of invariants) {
+    assert(/\]\(\.\.\/(?!tests)/.test(text) && /_test\.ts\)/.test(text), text);
+  }
+});
 
 Deno.test("what a page says that a test shows, a test of that name shows", () => {
   const least: Record<string, number> = { "docs/what-happens-if.md": 50, "docs/design.md": 25 };
