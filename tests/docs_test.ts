@@ -246,6 +246,15 @@ Deno.test("each invariant of docs/design.md names who keeps it and what shows it
   }
 });
 
+Deno.test("docs/operate.md says what to do for each reason of /health/service, and for no other", () => {
+  const source = Deno.readTextFileSync(`${root}web/health.ts`);
+  const [, union] = /^export type Code =\n(.*?);$/ms.exec(source) ?? [, ""];
+  const codes = [...union.matchAll(/"(\w+)"/g)].map(([, code]) => code);
+  assert(codes.length > 5, `web/health.ts has the codes ${codes}`);
+  const rows = pages["docs/operate.md"].matchAll(/^\| `([a-z]+_[a-z_]+)` +\|/gm);
+  assertEquals([...rows].map(([, code]) => code).sort(), codes.sort());
+});
+
 Deno.test("what a page says that a test shows, a test of that name shows", () => {
   const least: Record<string, number> = { "docs/what-happens-if.md": 50, "docs/design.md": 25 };
   for (const [page, text] of Object.entries(pages)) {
