@@ -260,14 +260,13 @@ databaseTest(
     assertEquals([figures.index, figures.scans], ["of_the_team", 0]);
     assertStringIncludes(remedy, `drop index concurrently "${schema}"."of_the_team"`);
     assertEquals(report.bottleneck, null, "nobody writes");
+    const watching = async () =>
+      (await sql`select from pg_stat_activity where datname = current_database()
+      and application_name = 'siding doctor' and query like '%wait_event_type%'`).length;
+    await waitFor(async () => await watching() === 0, "the last doctor to be gone");
     const done = new AbortController();
     const watched = examine(url, { ...options, watchS: 30 }, done.signal);
-    await waitFor(
-      async () =>
-        (await sql`select from pg_stat_activity where datname = current_database()
-      and application_name = 'siding doctor' and query like '%wait_event_type%'`).length,
-      "the doctor to watch",
-    );
+    await waitFor(watching, "the doctor to watch");
     const busy = connect(url, { max: 1 });
     await insertJobs(busy, 30_000);
     await busy.end({ timeout: 1 });
