@@ -20,7 +20,7 @@ export function spawnScript(
       ...["-c", 'exec "$0" "$@"', Deno.execPath()],
       "run",
       permissions,
-      "--quiet",
+      ...["--quiet", "--no-prompt"],
       ...small,
       fileURLToPath(new URL(name, import.meta.url)),
       ...flags,

@@ -244,8 +244,9 @@ async function tick({ settings, db, kinds, leases }: Worker): Promise<number> {
     if (outcome === "skipped") log.info("schedule {name}: missed, and skipped", { name });
     if (outcome === "failed") log.warn("schedule {name}: {error}", { name, error });
   }
-  // At the tick; and often enough for a schedule that is made or changed meanwhile.
-  return Math.min(settings.heartbeatMs, Math.max(100, nextMs));
+  // At the tick; and often enough for a schedule that is made or changed meanwhile. What is due all the
+  // same is of a kind that is left to other workers.
+  return Math.min(settings.heartbeatMs, nextMs > 0 ? Math.max(100, nextMs) : settings.pollMaxMs);
 }
 
 /** Lets running jobs end, stops those that did not in time, and sees their outcomes written. */
