@@ -20,8 +20,8 @@ export interface Ready {
 /** A place in line. */
 export interface Place {
   priority: number;
-  /** To the microsecond, as Postgres writes it. */
-  due_at: string;
+  /** Microseconds since 1970. */
+  due_us: number;
   id: string;
 }
 
@@ -116,45 +116,69 @@ export async function exchange(
   waitMs = 50,
 ): Promise<Exchange> {
   const [row] = await sql<[ExchangeRow]>`
-    select * from ${s(sql)}.claim_skip_locked(${queue}, ${
+    select * from ${s(sql)}.exchange(${queue}, ${
     names(kinds)
   }::text[], ${most}, ${worker}, ${token},
-      ${leaseS}, ${alone && idle}, ${mark?.priority ?? null}, ${
-    mark?.due_at ?? null
-  }::text::timestamptz,
+      ${leaseS}, ${alone && idle}, ${mark?.priority ?? null}, ${mark?.due_us ?? null},
       ${mark?.id ?? null}, ${
     done.length ? numbers(done.map(({ id }) => id)) : null
   }::text::bigint[],
       ${done.length ? numbers(done.map(({ attempt }) => attempt)) : null}::text::integer[],
       ${resultsOf(done)}::text::jsonb, ${waitMs})`;
-  const { claimed_at } = row;
-  const jobs = (row.jobs ?? []).map(({ more, ...job }): Job => ({
-    ...plain,
-    queue,
-    claimed_at,
-    ...job,
-    ...more,
-  }));
-  return { jobs, stand: new Set(row.finished), last: row.last };
+  const taken = (row.jobs ?? []).sort(inLine);
+  const last = taken.at(-1);
+  return {
+    jobs: taken.map((job) => jobOf(job, queue, row.claimed_us)),
+    stand: new Set(row.stand ?? done.map(({ id }) => id)),
+    last: last ? { priority: priorityOf(last), due_us: last.due_us, id: last.id } : null,
+  };
 }
 
 interface ExchangeRow {
-  finished: string[] | null;
-  claimed_at: Date;
-  jobs:
-    | (Pick<Job, "id" | "kind" | "attempt" | "payload" | "wait_ms"> & {
-      more: typeof plain | null;
-    })[]
-    | null;
-  last: Place | null;
+  /** Null: all. */
+  stand: string[] | null;
+  claimed_us: number;
+  jobs: ExchangedJob[] | null;
 }
 
-/** What most jobs are, so that the database need not say it of each. */
-const plain: Omit<Job, "id" | "queue" | "kind" | "payload" | "attempt" | "claimed_at" | "wait_ms"> =
-  {
-    ...{ owner: null, price: null, priority: 0, failures: 0, crashes: 0, releases: 0, snoozes: 0 },
-    ...{ alone: false, trace_parent: null, request_key: null, request_id: null },
+type ExchangedJob = Pick<Job, "id" | "kind" | "attempt" | "payload"> & {
+  due_us: number;
+  /** What few jobs have; null: nothing of it. */
+  more: Partial<Job> | null;
+};
+
+const priorityOf = ({ more }: ExchangedJob) => more?.priority ?? 0;
+
+const inLine = (a: ExchangedJob, b: ExchangedJob) =>
+  priorityOf(b) - priorityOf(a) || a.due_us - b.due_us ||
+  // Ids are numbers that a number of JavaScript's may not hold: the longer is the larger.
+  a.id.length - b.id.length || (a.id < b.id ? -1 : 1);
+
+/** Each field by its name: to spread one object over another takes three times as long. */
+function jobOf(taken: ExchangedJob, queue: string, claimedUs: number): Job {
+  const { id, kind, payload, attempt, due_us, more } = taken;
+  const job: Job = {
+    id,
+    queue,
+    kind,
+    owner: null,
+    price: null,
+    payload,
+    priority: 0,
+    attempt,
+    failures: 0,
+    crashes: 0,
+    releases: 0,
+    snoozes: 0,
+    alone: false,
+    trace_parent: null,
+    request_key: null,
+    request_id: null,
+    claimed_at: new Date(claimedUs / 1000),
+    wait_ms: (claimedUs - due_us) / 1000,
   };
+  return more ? Object.assign(job, more) : job;
+}
 
 const numbers = (list: readonly (string | number)[]) => `{${list.join(",")}}`;
 /** The results that are not null as a JSON object, by id; null when there are none. */

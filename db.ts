@@ -18,7 +18,7 @@ export type Pool = postgres.Sql<{}>;
  * The number of the newest migration that this code was written for. A database that has newer
  * ones is served all the same, unless one of them says that this code is too old for it.
  */
-export const CODE_MIGRATION = 11;
+export const CODE_MIGRATION = 12;
 
 /** The schema of Siding's tables (SIDING_SCHEMA). Every name is qualified: a pooler keeps no search_path. */
 export const schema = Deno.env.get("SIDING_SCHEMA") || "siding";

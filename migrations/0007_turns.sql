@@ -193,37 +193,6 @@ create function siding.next_turn(queue_name text, kinds text[], idle boolean, la
   order by j.turn, j.priority desc, j.due_at, j.id limit 1;
 $$;
 
--- Whether anything is due, without a lock and without a mark: the queues that may be claimed from
--- now, a JSON array of {queue, claim, alone: its next job is to run alone, head: where that stands in
--- line}, the one with the next job in
--- line first; whether a scheduled job has fallen due; and in how many milliseconds a queue that its
--- rate limit holds back has room, null when none is held. `queues` null is all.
-create function siding.look(queues text[], kinds text[], out ready jsonb, out promotable boolean,
-                            out opens_ms double precision)
-language sql stable as $$
-  select
-    coalesce(jsonb_agg(jsonb_build_object('queue', q.name, 'claim', q.claim, 'alone', case when q.fair then
-          coalesce((siding.next_turn(q.name, kinds, true, (select t.turn from siding.turns t
-                      where t.queue = q.name))).alone,
-            (siding.next_turn(q.name, kinds, true, '')).alone, head.alone)
-        else head.alone end,
-        'head', jsonb_build_object('priority', head.priority, 'due_at', head.due_at, 'id', head.id::text))
-      order by head.priority desc, head.due_at, head.id) filter (where may.start > 0), '[]'),
-    -- The first of them, by their index: "exists" was planned as a scan of all jobs where many are scheduled.
-    coalesce((select j.due_at <= now() from siding.jobs j where j.status = 'scheduled'
-              order by j.due_at limit 1), false),
-    min(siding.opens_ms(q, now())) filter (where may.start = 0 and q.rate_limit is not null)
-  from siding.queues q
-  cross join lateral (
-    select j.priority, j.due_at, j.id, j.alone from siding.jobs j
-    where j.queue = q.name and j.status = 'queued' and j.kind = any(kinds)
-    order by j.priority desc, j.due_at, j.id limit 1) head
-  cross join lateral (
-    select case when q.max_running is null and q.rate_limit is null then 1
-                else siding.room(q, 1, now()) end as start) may
-  where not q.paused and (queues is null or q.name = any(queues));
-$$;
-
 -- The claim of a queue with the claim setting `lock`: claims take turns with each other and with
 -- whatever else takes the queue's lock. The lock and the update are two statements, because an
 -- update that takes the lock itself has a snapshot older than the lock and comes back empty; they

@@ -28,11 +28,11 @@ interface InLine {
 }
 
 async function lineOf(sql: Pool, name: string, mark: claims.Place | null): Promise<InLine[]> {
-  const { priority = null, due_at = null, id = null } = mark ?? {};
+  const { priority = null, due_us = null, id = null } = mark ?? {};
   return await queue.list(sql<InLine[]>`
     select j.id::text, alone, ${id}::text is null or priority < ${priority}::text::integer or
       (priority = ${priority}::text::integer and
-        (due_at, j.id) >= (${due_at}::text::timestamptz, ${id}::text::bigint)) as after
+        (extract(epoch from due_at) * 1000000, j.id) >= (${due_us}::text::numeric, ${id}::text::bigint)) as after
     from ${sql(schema)}.jobs j where queue = ${name} and status = 'queued'
     order by priority desc, due_at, j.id`);
 }
@@ -145,7 +145,8 @@ class History {
     const line = await lineOf(this.sql, from.queue, null);
     const { id } = line[this.int(line.length)] ?? { id: "0" };
     const [mark = null] = await this.sql<claims.Place[]>`
-      select priority, due_at::text, id::text from ${this.sql(schema)}.jobs where id = ${id}`;
+      select priority, (extract(epoch from due_at) * 1000000)::float8 as due_us, id::text
+      from ${this.sql(schema)}.jobs where id = ${id}`;
     const both = await Promise.all([mark, null].map((mark) =>
       claims.exchange(
         this.sql,

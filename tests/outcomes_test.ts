@@ -195,7 +195,7 @@ test(
     const count = 20;
     const { kinds, starts, opened } = gated(
       count,
-      () => Promise.resolve(proxy.swallowReplyTo("claim_skip_locked")),
+      () => Promise.resolve(proxy.swallowReplyTo("exchange")),
     );
     const entries = await queue.enqueue(
       sql,

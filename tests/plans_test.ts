@@ -97,7 +97,7 @@ const statements: Record<string, Asked> = {
         { queue: "default", claim: "skip_locked" },
         options,
         [],
-        last ?? { priority: 0, due_at: "2026-01-01", id: "0" },
+        last ?? { priority: 0, due_us: Date.UTC(2026, 0) * 1000, id: "0" },
       );
     },
     by: ["jobs_pkey", "jobs_queued"],

@@ -342,7 +342,7 @@ test(
   "the jobs of a claim whose reply was lost are all found at the next heartbeat, and no crash",
   async (sql, url) => {
     await using proxy = startProxy(url);
-    proxy.swallowReplyTo("claim_skip_locked");
+    proxy.swallowReplyTo("exchange");
     const entries = await enqueueMany(
       sql,
       Array.from({ length: 3 }, () => ({ kind: "echo", payload: 1 })),

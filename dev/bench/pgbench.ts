@@ -72,11 +72,11 @@ export async function pgbenchOn(
 }
 
 /**
- * What the worker sends, a call of claim_skip_locked with what is done in it; the ids that it brings are
+ * What the worker sends, a call of exchange with what is done in it; the ids that it brings are
  * those of the next call.
  */
 const SCRIPT = `select '{' || coalesce(string_agg(job ->> 'id', ','), '') || '}' as ids
-  from ${schema}.claim_skip_locked('default', '{noop}', ${BATCH}, '${WORKER}', '${WORKER}', 120, false,
+  from ${schema}.exchange('default', '{noop}', ${BATCH}, '${WORKER}', '${WORKER}', 120, false,
     null, null, null, nullif(':ids', '{}')::bigint[], array_fill(1, array[cardinality(':ids'::bigint[])]), null, 50) c
   left join lateral json_array_elements(c.jobs) job on true \\gset
 `.replace(/\n +/g, " ");
