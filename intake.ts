@@ -2,30 +2,30 @@
  * How a worker gets its jobs. It looks whether there are any, and claims; idle, it looks less and less often.
  *
  * For small jobs a claim costs more than the job. So while a queue has plenty, the next claim is not preceded
- * by a look, takes along the outcomes of the jobs before, begins at the place in line where the last one
- * ended, and is made while the jobs of another run: two lanes, each with one claim under way at the most.
- * Every {@linkcode LOOK_EVERY_MS} there is a look all the same, for other queues, and for jobs that came to
- * stand before that place.
+ * by a look, takes along outcomes of jobs before, begins at the place in line where the last one ended, and
+ * is under way while the jobs of the last one run. Never two at a time: each would pass over the rows that the
+ * other one takes, which cost it half as much again. Every {@linkcode LOOK_EVERY_MS} there is a look all the
+ * same, for other queues, and for jobs that came to stand before that place. Where the claimed jobs run, and
+ * wait to run, is in places.ts.
  */
 import { logger, repeat } from "./config.ts";
 import { codeOf, type Database, describe, isDisconnect, turn } from "./db.ts";
 import type { Outcomes } from "./jobs/outcomes.ts";
-import { clocks, type Leases } from "./lease.ts";
+import { clocks, type Held, type Leases } from "./lease.ts";
+import { Places, type PlacesSettings } from "./places.ts";
 import * as claims from "./claims.ts";
-import * as queue from "./queue.ts";
+import type * as queue from "./queue.ts";
 
 const log = logger("worker");
 
-/** A place in line is a mark for so long, and as long again while the look is under way. */
+/** A place in line is a mark for so long. */
 export const LOOK_EVERY_MS = 400;
 /** For so long after work was seen a worker looks as often as it ever does. */
 const BUSY_MS = 5000;
 /** After that it waits for this part of the time in which there was none. */
 const SLOWING = 0.1;
-const LANES = [0, 1];
 
-export interface IntakeSettings {
-  concurrency: number;
+export interface IntakeSettings extends PlacesSettings {
   queues: string[] | null;
   pollMinMs: number;
   pollMaxMs: number;
@@ -36,29 +36,23 @@ export interface IntakeSettings {
 interface Plenty {
   from: claims.Ready;
   mark: claims.Place | null;
-  /** The look that this goes back to. */
-  look: number;
 }
 
 export class Intake {
-  #running = 0;
-  /** Places kept for claims that are under way. */
-  #claiming = 0;
+  readonly #places: Places;
   #plenty: Plenty | null = null;
-  /** Looks that were answered. */
-  #looks = 0;
   /** When the last look that was answered was sent. */
   #lookedMs = -Infinity;
   /** When a job was last claimed. */
   #workSeenMs = -Infinity;
   /** Queues whose claim came back empty or failed: how often in a row, and until when to leave them. */
   readonly #misses = new Map<string, { count: number; untilMs: number }>();
-  /** Aborted when there is something to do; a lane's next step has a new one. */
-  readonly #bells = LANES.map(() => new AbortController());
+  /** Aborted when there is something to do; each step has a new one. */
+  #bell = new AbortController();
 
   /**
    * @param serves the kinds to claim
-   * @param start begins to run a job, claimed by a statement that was sent at the time `sent`
+   * @param start begins to run a job
    */
   constructor(
     readonly settings: IntakeSettings,
@@ -66,28 +60,21 @@ export class Intake {
     readonly db: Database,
     readonly leases: Leases,
     readonly outcomes: Outcomes,
-    readonly start: (job: queue.Job, sent: ReturnType<typeof clocks>) => void,
-  ) {}
+    start: (held: Held) => void,
+  ) {
+    this.#places = new Places(settings, leases, outcomes, start, () => this.#changed());
+  }
 
   /** Claims until `stop` is aborted. */
   async run(stop: AbortSignal): Promise<void> {
-    await Promise.all(LANES.map((lane) => {
-      const step = () => this.#step(lane, stop);
-      // The first lane is seen when it hangs; where it does, the second has nothing to do.
-      const watched = lane === 0 ? () => this.leases.working(step) : step;
-      return repeat("claim", watched, stop, () => this.#bells[lane].signal);
-    }));
-  }
-
-  /** A job began to run. */
-  started(): void {
-    this.#running++;
+    const step = () => this.leases.working(() => this.#step(stop)); // which is seen when it hangs
+    await repeat("claim", step, stop, () => this.#bell.signal);
   }
 
   /** A job's function came to an end: its place is free, though its outcome is not recorded yet. */
   ran(): void {
-    this.#running--;
-    this.#ring();
+    this.#places.ran();
+    this.#changed();
   }
 
   /** A job's outcome is recorded. */
@@ -95,31 +82,50 @@ export class Intake {
     this.#ring();
   }
 
-  #ring(): void {
-    for (const bell of this.#bells) {
-      if (!bell.signal.aborted) bell.abort(null); // with a reason, since to make one costs a stack trace
-    }
+  /** What was claimed ahead goes back in line: this worker stops. */
+  giveBack(): void {
+    this.#places.giveBack();
   }
 
-  /** How many jobs may be claimed; as many again may be held while their outcomes are recorded. */
-  get #room(): number {
-    const { settings: { concurrency }, leases: { held } } = this;
-    return Math.min(concurrency - this.#running, 2 * concurrency - held.size) - this.#claiming;
+  #changed(): void {
+    if (this.#wanted() > 0) this.#ring();
+  }
+
+  #ring(): void {
+    if (!this.#bell.signal.aborted) this.#bell.abort(null); // with a reason, since to make one costs a stack trace
+  }
+
+  /**
+   * How many jobs to claim: half of the most, so that the database takes the next ones while these run; and
+   * while some wait to run no fewer, since a claim costs more than many a job. As many as the most may be held
+   * besides, while their outcomes are recorded.
+   */
+  #wanted(most = this.#places.most): number {
+    const { running, waiting } = this.#places;
+    const half = Math.ceil(most / 2);
+    const room = Math.min(most - running - waiting, 2 * most - this.leases.held.size);
+    return waiting > 0 && room < half ? 0 : Math.min(room, half);
+  }
+
+  /** {@linkcode #wanted} of one queue: where there are limits a job counts from its claim, so none ahead. */
+  #wantedFrom({ claim }: claims.Ready): number {
+    return this.#wanted(claim === "skip_locked" ? undefined : this.settings.concurrency);
   }
 
   /** One look and, when there is something, one claim. @returns milliseconds until the next */
-  async #step(lane: number, stop: AbortSignal): Promise<number> {
+  async #step(stop: AbortSignal): Promise<number> {
     const { settings, leases, db } = this;
-    this.#bells[lane] = new AbortController();
+    this.#bell = new AbortController();
     await turn(); // what else ends in this moment makes room for the same claim
-    if (this.#room <= 0 || leases.alone || stop.aborted) return settings.pollMaxMs;
-    const plenty = this.#plenty;
-    const sentMs = performance.now();
-    if (plenty && sentMs - this.#lookedMs < LOOK_EVERY_MS * (lane + 1)) {
-      await this.#claim(plenty.from, plenty.mark, plenty.look);
-      return 0;
+    for (;;) {
+      const plenty = this.#plenty;
+      const wanted = plenty ? this.#wantedFrom(plenty.from) : this.#wanted();
+      if (wanted <= 0 || leases.alone || stop.aborted) return settings.pollMaxMs;
+      if (!plenty || performance.now() - this.#lookedMs > LOOK_EVERY_MS) break;
+      this.leases.gotOn();
+      await this.#claim(plenty.from, plenty.mark);
     }
-    if (lane > 0) return settings.pollMaxMs;
+    const sentMs = performance.now();
     const look = () => db.run((sql) => claims.look(sql, settings.queues, this.serves));
     let seen = await look();
     // Then a claim all the same: where jobs fall due all the time there would be none. None moved:
@@ -127,7 +133,6 @@ export class Intake {
     const moved = seen.promotable && await db.run((sql) => claims.promote(sql)) > 0;
     if (moved) seen = await look();
     this.#lookedMs = sentMs;
-    this.#looks++;
     this.#plenty = null; // the next claim begins where this look says, also when it has to wait for room
     const waitMs = await this.#claimFirst(seen.ready, stop);
     if (moved) return 0;
@@ -144,10 +149,11 @@ export class Intake {
     const open = ready.filter((from) => performance.now() >= missesOf(from).untilMs)
       .sort((a, b) => missesOf(a).count - missesOf(b).count);
     for (const from of open) {
-      if (stop.aborted || this.#room <= 0) return 0;
+      if (stop.aborted) return 0;
+      if (this.#wantedFrom(from) <= 0) continue;
       if (this.leases.waitsToBeAlone(from)) return pollMaxMs;
       this.leases.gotOn();
-      if (await this.#claim(from, from.head ?? null, this.#looks) !== 0) return 0; // started some, or waited for a lock
+      if (await this.#claim(from, from.head ?? null) !== 0) return 0; // started some, or waited for a lock
     }
     if (ready.length === 0) return this.#idleMs();
     const soonestMs = Math.min(...ready.map((from) => missesOf(from).untilMs)) - performance.now();
@@ -165,14 +171,10 @@ export class Intake {
   async #claim(
     from: claims.Ready,
     mark: claims.Place | null,
-    look: number,
   ): Promise<number | null> {
-    const { settings: { concurrency, pollMaxMs }, leases } = this;
-    const idle = leases.held.size === 0 && this.#claiming === 0;
-    // Half at the most, so that the database takes the next ones while these run.
-    const most = Math.min(this.#room, Math.ceil(concurrency / 2));
-    const places = idle ? concurrency : most; // what it brings may have to run alone
-    this.#claiming += places;
+    const { settings: { pollMaxMs }, leases } = this;
+    const idle = leases.held.size === 0;
+    const most = this.#wantedFrom(from);
     const token = crypto.randomUUID();
     const sent = clocks();
     const count = (this.#misses.get(from.queue)?.count ?? 0) + 1;
@@ -189,13 +191,9 @@ export class Intake {
       const facts = { queue: from.queue, error: describe(error) };
       log[held ? "debug" : "warn"]("claim from {queue}: {error}", facts);
       pauseMs = pollMaxMs * Math.min(count, 5);
-    } finally {
-      this.#claiming -= places;
     }
-    if (jobs.length < most) this.#plenty = null;
-    // Not where the other lane has looked since: what it saw may stand before this place.
-    else if (look === this.#looks) this.#plenty = { from, mark: last, look };
-    for (const job of jobs) this.start(job, sent);
+    this.#plenty = jobs.length < most ? null : { from, mark: last };
+    this.#places.take(jobs, sent);
     if (jobs.length > 0) {
       this.#misses.delete(from.queue);
       this.#workSeenMs = performance.now();

@@ -107,11 +107,14 @@ export class Leases {
     return () => held.tell = () => {};
   }
 
-  /** Throws unless a job's lease surely runs on, by both clocks. */
-  assertMine({ renewed }: Held): void {
-    if (sinceMs(renewed) > (this.leaseS - this.#marginS) * 1000) {
-      throw new Stop("released", "its lease could not be renewed");
-    }
+  /** Whether a job's lease surely runs on, by both clocks. */
+  isMine({ renewed }: Held): boolean {
+    return sinceMs(renewed) <= (this.leaseS - this.#marginS) * 1000;
+  }
+
+  /** Throws unless {@linkcode isMine}. */
+  assertMine(held: Held): void {
+    if (!this.isMine(held)) throw new Stop("released", "its lease could not be renewed");
   }
 
   /** Whether a job under way is to have nothing beside it. */

@@ -187,6 +187,8 @@ export type Outcome =
     | { outcome: "failed"; error: string; delay_s?: number }
     | { outcome: "snoozed"; delay_s: number }
     | { outcome: "released" | "review"; error: string }
+    /** It did not begin to run. */
+    | { outcome: "released"; unbegun: true }
     | { outcome: "cancelled" }
   );
 

@@ -28,9 +28,8 @@ import { idsStored, lookUpReviews } from "./jobs/paid.ts";
 import { Outcomes } from "./jobs/outcomes.ts";
 import { type Runner, runToEnd } from "./jobs/run.ts";
 import { Intake } from "./intake.ts";
-import { type clocks, Leases } from "./lease.ts";
+import { type Held, Leases } from "./lease.ts";
 import * as processes from "./processes.ts";
-import type * as queue from "./queue.ts";
 import { keepSchedules, nextTickMs, type Stepped } from "./schedules.ts";
 import { foldCredits, promoteDue, takeBack, tidyUp } from "./upkeep.ts";
 
@@ -176,16 +175,15 @@ async function boot(args: string[], signal: AbortSignal): Promise<Worker> {
       db,
       leases,
       outcomes,
-      (job, sent) => start(worker, job, sent),
+      (held) => start(worker, held),
     ),
   };
   return worker;
 }
 
-/** Runs a claimed job to its end, besides everything else. */
-function start(worker: Worker, job: queue.Job, sent: ReturnType<typeof clocks>): void {
+/** Runs a job to its end, besides everything else. */
+function start(worker: Worker, held: Held): void {
   const { leases, intake, db, files, kinds } = worker;
-  const held = leases.hold(job, sent);
   const runner: Runner = {
     ...{ db, files, worker: leases.bootId, kinds },
     maxFileBytes: worker.settings.maxFileBytes,
@@ -196,9 +194,8 @@ function start(worker: Worker, job: queue.Job, sent: ReturnType<typeof clocks>):
     },
     report: (stage, progress) => leases.report(held, stage, progress),
   };
-  intake.started();
   const ran = () => intake.ran();
-  held.ended = runToEnd(runner, job, held.stopper, worker.outcomes, ran).finally(() => {
+  held.ended = runToEnd(runner, held.job, held.stopper, worker.outcomes, ran).finally(() => {
     leases.drop(held);
     intake.ended();
   });
@@ -250,8 +247,9 @@ async function tick({ settings, db, kinds, leases }: Worker): Promise<number> {
 }
 
 /** Lets running jobs end, stops those that did not in time, and sees their outcomes written. */
-async function drain({ leases, settings: { drainS }, hurry }: Worker): Promise<void> {
+async function drain({ leases, intake, settings: { drainS }, hurry }: Worker): Promise<void> {
   const { held, dead } = leases;
+  intake.giveBack();
   const rest = () => Promise.all([...held.values()].map(({ ended }) => ended));
   if (held.size > 0 && !dead.signal.aborted) {
     log.info("stopping: {n} jobs have {drainS} s to end", { n: held.size, drainS });

@@ -1,7 +1,7 @@
 /**
  * Records how attempts ended. Outcomes that come while others are being written go together, in one
  * statement: no timer waits for more of them, and where there is one, it goes at once. A worker's next claim
- * takes along those that are simple.
+ * takes along those that are simple, where they are few.
  */
 import { codeOf, describe, isDisconnect, patient, turn, type Via } from "../db.ts";
 import { type Done, finishMany } from "../claims.ts";
@@ -9,6 +9,11 @@ import { type Outcome, settle } from "../queue.ts";
 
 /** Outcomes of one statement at the most. */
 const MOST = 1000;
+/**
+ * Fewer than these, of jobs that end while a claim is under way, wait to go with the next one: a statement costs
+ * more than they do. Of more it does not, and they go beside the claim, so that the database does both at once.
+ */
+const ALONG = 100;
 /** How long an outcome is tried to be written. */
 const PATIENCE_MS = 600_000;
 /** Halvings from {@linkcode MOST} to the one at fault, each of which may wait for a locked row, and as many again. */
@@ -28,6 +33,8 @@ const isSimple = (outcome: Outcome): outcome is Outcome & Done =>
 export class Outcomes {
   #waiting: Entry[] = [];
   #writing = false;
+  /** Whether a claim is under way, after which the next may take more along. */
+  #claiming = false;
   /** How long one statement may wait for a locked row. */
   readonly waitMs: number;
 
@@ -56,7 +63,7 @@ export class Outcomes {
   record(outcome: Outcome): Promise<boolean> {
     return new Promise((resolve, reject) => {
       this.#waiting.push({ outcome, resolve, reject });
-      if (!this.#writing) this.#writeAll();
+      if (!this.#writing && !(this.#claiming && this.#waiting.length < ALONG)) this.#writeAll();
     });
   }
 
@@ -71,9 +78,12 @@ export class Outcomes {
       (taken.length < MOST && isSimple(entry.outcome) ? taken : left).push(entry);
     }
     this.#waiting = left;
+    this.#claiming = true;
     return {
       done: taken.map(({ outcome }) => outcome as Outcome & Done),
       landed: (stand) => {
+        this.#claiming = false;
+        if (!this.#writing && this.#waiting.length > 0) this.#writeAll();
         const open = stand ? this.#resolve(taken, stand) : taken;
         if (open.length > 0) this.#write(open, false);
       },

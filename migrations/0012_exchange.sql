@@ -207,6 +207,113 @@ begin
     returning j.id;
 end $$;
 
+-- Ends attempts: a JSON array of {id, attempt, outcome, …} of one worker, whatever the outcomes:
+--   done       with result and next, a list of jobs to enqueue, for the same owner unless they name another
+--   failed     with error; delay_s retries the job after so many seconds, null fails it for good;
+--              unsent: the paid service refused it, so it was not charged
+--   snoozed    with delay_s: put off at its own wish, which counts as no failure
+--   released   with error: its worker stops; it goes back in line and keeps its place, at most
+--              max_releases times, so that deploys in a row cannot run a long job for ever;
+--              unbegun: it did not begin to run, which is not counted
+--   cancelled  as somebody asked
+--   review     with error: whether a paid service has it is not known
+-- A job that was asked to be cancelled meanwhile is not run again, and what may have been sent
+-- waits for a person instead of being sent again.
+-- Waits for a locked row for `wait_ms`. Returns the ids whose outcome stands, also those where it had landed
+-- before and only the reply was lost. The others are no longer the worker's, which has lost them.
+create or replace function siding.settle(worker uuid, outcomes jsonb, max_releases integer default 5,
+                              wait_ms integer default 500)
+returns setof bigint language plpgsql
+set lock_timeout = '500ms' as $$
+declare
+  mine jsonb;
+  settled bigint[];
+  finished bigint[];
+  next_jobs jsonb;
+begin
+  perform set_config('lock_timeout', wait_ms::text, true);
+  -- First the owners' locks, then the jobs' rows: an enqueue takes them in this order too.
+  if jsonb_path_exists(outcomes, '$[*].next[*]') then
+    perform siding.lock_owners(siding.next_of(outcomes,
+      array(select o.id from jsonb_to_recordset(outcomes) as o(id bigint))));
+  end if;
+  -- Locked by a statement of its own: a heartbeat may just have made a new version of a row, and the next one
+  -- sees that.
+  mine := (select coalesce(jsonb_agg(m), '[]') from (
+    select j.id, j.tid::text, o.outcome, o.result, o.error, o.delay_s, coalesce(o.unsent, false) as unsent,
+      coalesce(o.unbegun, false) as unbegun, case
+        when o.outcome = 'done' then o.outcome
+        when j.sent_at is not null and j.request_id is null and not coalesce(o.unsent, false) then 'review'
+        -- Its id has come meanwhile, from which it goes on, whatever this attempt knows.
+        when j.request_id is not null and (o.outcome = 'review' or coalesce(o.unsent, false)) then 'queued'
+        when o.outcome = 'review' then 'failed' -- it was never sent
+        when o.outcome = 'cancelled' then o.outcome
+        when o.outcome = 'failed' and o.delay_s is null then 'failed'
+        when j.cancel_requested_at is not null and j.request_id is null then 'cancelled'
+        when o.outcome <> 'released' then 'scheduled'
+        when j.releases < max_releases or j.request_id is not null or coalesce(o.unbegun, false) then 'queued'
+        else 'failed' end as status
+    from (select * from jsonb_to_recordset(outcomes) as r(id bigint, attempt integer,
+            outcome text, result jsonb, error text, delay_s double precision, unsent boolean, unbegun boolean)
+          order by r.id) o -- as every statement that locks several jobs does, so that none deadlock
+    -- Each by its key, whatever the statistics say. A running job is told by its lease: by its status the
+    -- index of the running ones would be read instead, with what is dead in it, once for each outcome.
+    cross join lateral (
+      select j.*, j.ctid as tid from siding.jobs j
+      where j.id = o.id and j.attempt = o.attempt and j.worker_id = worker and j.lease_until is not null
+      for update) j) m);
+  with ended as (
+    update siding.jobs j set
+      status = m.status,
+      result = m.result,
+      error = case
+        when m.status in ('done', 'cancelled') then null
+        when m.unbegun then j.error
+        when m.status = 'failed' and m.outcome = 'released' then
+          left(format('given back %s times, the last since %s', j.releases + 1, m.error), 2000)
+        else m.error end,
+      progress = case when m.status = 'done' then 1 else j.progress end,
+      due_at = case when m.status = 'scheduled' then now() + m.delay_s * interval '1 second' else j.due_at end,
+      failures = j.failures + (m.outcome = 'failed')::integer,
+      snoozes = j.snoozes + (m.outcome = 'snoozed')::integer,
+      releases = j.releases + (m.outcome = 'released' and not m.unbegun)::integer,
+      sent_at = case when m.unsent and j.request_id is null then null else j.sent_at end,
+      alone = j.alone and m.outcome = 'released',
+      lease_until = null,
+      -- A final row keeps who had it, so that a repeated write can tell that it had landed.
+      worker_id = case when m.status in ('done', 'failed', 'cancelled') then worker end,
+      claim_token = case when m.status in ('done', 'failed', 'cancelled') then j.claim_token end,
+      finished_at = case when m.status in ('done', 'failed', 'cancelled') then now() end
+    -- Where they lie, and not by an index of ids, see siding.finish.
+    from jsonb_to_recordset(mine) as m(id bigint, outcome text, result jsonb, error text,
+      delay_s double precision, unsent boolean, unbegun boolean, status text)
+    where j.ctid = any(array(select (m ->> 'tid')::tid from jsonb_array_elements(mine) m)) and j.id + 0 = m.id
+    returning j.id, j.status
+  )
+  select array_agg(id), array_agg(id) filter (where status = 'done') into settled, finished from ended;
+
+  if finished is not null then
+    update siding.files f set kept = true
+      from jsonb_to_recordset(outcomes) as o(id bigint, attempt integer)
+      where f.job_id = o.id and f.attempt = o.attempt and f.complete and o.id = any(finished);
+    next_jobs := siding.next_of(outcomes, finished);
+    if next_jobs is not null then
+      perform siding.enqueue(next_jobs);
+    end if;
+  end if;
+
+  return query select unnest(settled);
+  if coalesce(cardinality(settled), 0) = jsonb_array_length(outcomes) then
+    return;
+  end if;
+  -- Those of which only the reply was lost. By their keys, as above: else all that ever finished is read.
+  return query
+    select j.id from jsonb_to_recordset(outcomes) as o(id bigint, attempt integer, outcome text)
+    cross join lateral (select * from siding.jobs j where j.id = o.id offset 0) j
+    where j.attempt = o.attempt and j.status = o.outcome and j.worker_id = worker
+      and j.finished_at is not null and j.id <> all(coalesce(settled, '{}'));
+end $$;
+
 -- The instant by which a job stands in line, in microseconds since 1970, which a number of JavaScript's holds
 -- exactly. Never later than now: what a raw insert set to a later one, or to infinity, is not to be passed over.
 create function siding.place_us(due_at timestamptz) returns bigint language sql stable as $$

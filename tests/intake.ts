@@ -14,6 +14,8 @@ export interface Options {
   pollMinMs?: number;
   pollMaxMs?: number;
   heldBackMs?: number;
+  /** None by default. */
+  aheadMs?: number;
   /** For a reply. */
   limitMs?: number;
   /** Told of each job that starts. */
@@ -41,7 +43,7 @@ class Noted extends Database {
 /** Works the jobs of all queues. Statements are not prepared, so that a proxy sees the text of each. */
 export async function work(url: string, kinds: Kinds, options: Options): Promise<AtWork> {
   const { concurrency, pollMinMs = 5, pollMaxMs = 100, heldBackMs = 1000 } = options;
-  const { limitMs = 5000, onStart } = options;
+  const { aheadMs = 0, limitMs = 5000, onStart } = options;
   const db = new Noted(url, { max: 2, prepare: false }, limitMs);
   const pulse = new Database(url, { max: 1, prepare: false }, limitMs);
   const serves = Object.keys(kinds);
@@ -51,13 +53,13 @@ export async function work(url: string, kinds: Kinds, options: Options): Promise
   const [stop, hurry] = [new AbortController(), new AbortController()];
   const outcomes = new Outcomes(db, id, hurry.signal, 5, heldBackMs);
   const leases = new Leases(pulse, id, 100, 60, 60);
-  const settings = { concurrency, queues: null, pollMinMs, pollMaxMs, leaseS: 60 };
-  const intake: Intake = new Intake(settings, serves, db, leases, outcomes, (job, sent) => {
-    const held = leases.hold(job, sent);
+  const polls = { pollMinMs, pollMaxMs, aheadMs, heldBackMs };
+  const settings = { concurrency, queues: null, leaseS: 60, ...polls };
+  const intake: Intake = new Intake(settings, serves, db, leases, outcomes, (held) => {
     const runner = { db, files: db, worker: id, kinds, maxFileBytes: 1000 };
-    onStart?.(job);
-    intake.started();
-    held.ended = runToEnd(runner, job, held.stopper, outcomes, () => intake.ran()).finally(() => {
+    onStart?.(held.job);
+    const ran = () => intake.ran();
+    held.ended = runToEnd(runner, held.job, held.stopper, outcomes, ran).finally(() => {
       leases.drop(held);
       intake.ended();
     });
@@ -72,6 +74,7 @@ export async function work(url: string, kinds: Kinds, options: Options): Promise
       stop.abort();
       const timer = setTimeout(() => hurry.abort(), 2000);
       await Promise.all(loops); // a claim that was under way starts jobs
+      intake.giveBack();
       await Promise.all([...leases.held.values()].map(({ ended }) => ended));
       clearTimeout(timer);
       await Promise.all([db.close(), pulse.close()]);

@@ -106,6 +106,23 @@ test(
   },
 );
 
+test("a worker claims until its places are full, however many it has", async (sql, url) => {
+  for (const concurrency of [1, 3, 10]) {
+    const gate = Promise.withResolvers<void>();
+    const wait = inline({ payload: z.unknown(), work: () => gate.promise });
+    let running = 0;
+    const startedMs = performance.now();
+    await queue.enqueue(sql, Array.from({ length: 2 * concurrency }, () => ({ kind: "wait" })));
+    await using _ = await work(url, { wait }, {
+      ...{ concurrency, pollMaxMs: 60_000, aheadMs: 50 },
+      onStart: () => running++,
+    });
+    await waitFor(() => running === concurrency, `${concurrency} to run`);
+    assert(performance.now() - startedMs < 5000, "at once, and not at the next poll");
+    gate.resolve();
+  }
+});
+
 test("so it is where jobs fall due all the time", async (sql, url) => {
   const { worker, startedMs } = await busyWorker(sql, url);
   await using _ = worker;
